@@ -1,0 +1,1 @@
+"""One training run: configuration, loop, optimizer, learning rate, checkpoints, monitoring, resilience."""
