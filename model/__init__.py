@@ -1,0 +1,1 @@
+"""The mathematics of the transformer, as if one device held everything; knows nothing of processes or data."""
