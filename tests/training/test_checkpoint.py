@@ -148,6 +148,25 @@ def test_pieces_must_make_up_every_tensor_exactly_once(tmp_path: Path, fault: st
     assert checkpoint.newest_sound(tmp_path)[0] is None
 
 
+WHOLE = ((0, 4), (0, 2))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(WHOLE, 0, 4), (WHOLE, 2, 4)],  # as many elements as there are, two twice and two never
+        [(((0, 2), (0, 2)), 0, 4)],  # a slice is missing
+        [(((0, 2), (0, 2)), 0, 4), (((1, 3), (0, 2)), 0, 4)],  # two slices of the right size overlap
+        [(((0, 2), (0, 2)), 0, 4), (((3, 5), (0, 2)), 0, 4)],  # a slice leaves the tensor
+    ],
+)
+def test_gaps_and_overlaps_that_cancel_are_seen(tmp_path: Path, parts: list) -> None:
+    pieces = [Piece("m", "weight", (4, 2), box, offset, torch.zeros(length)) for box, offset, length in parts]
+    file = checkpoint.write_rank_file(tmp_path / "partial", 0, pieces)
+    with pytest.raises(CheckpointError, match="m/weight has a|m do not|m/weight do not"):
+        checkpoint.publish(tmp_path, tmp_path / "partial", Manifest(run_id="run", step=1), [file])
+
+
 def flip(path: Path, position: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 0x10
