@@ -45,8 +45,7 @@ def check_world(configuration: RunConfiguration, world_size: int) -> Layout:
             number = str(wanted) if world_size < wanted or one_copy == 1 else f"a multiple of {wanted}"
         raise ConfigurationError(
             f"this configuration wants {number} processes ({sizes}), found {world_size}: "
-            f"start it with  deepspeed --num_gpus {wanted} launcher/train.py ...  or change parallel.pipeline, "
-            f"parallel.tensor{' or parallel.data' if parallel.data else ''}"
+            f"start it with  deepspeed --num_gpus {wanted} launcher/train.py ..."
         )
     data = world_size // one_copy
     if batch.global_batch_size % (batch.micro_batch_size * data):

@@ -262,7 +262,7 @@ class Training(Section):
     """Steps between two lines of metrics."""
 
     eval_every: Count | None = None
-    """Steps between two evaluations; needs data.validation (default: after the last step only)."""
+    """Steps between two evaluations, the last step being one more; needs data.validation (default: no evaluation)."""
 
     eval_batches: Count | None = None
     """Global batches of one evaluation; needs data.validation (default: the whole set)."""
