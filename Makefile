@@ -36,12 +36,12 @@ $(INSTALLED): requirements.txt requirements-test.txt pyproject.toml | $(BIN)/pyt
 	@touch $@
 
 $(PARITY_DATA): | $(INSTALLED)
-	$(BIN)/python launcher/prepare_data.py --input $(STDLIB)/json $(STDLIB)/email $(STDLIB)/http $(STDLIB)/logging \
-	    --include '*.py' --output corpus/parity --vocab-size 512
+	stdlib="$(STDLIB)"; $(BIN)/python launcher/prepare_data.py --include '*.py' --output corpus/parity --vocab-size 512 \
+	    --validation-fraction 0.1 --input "$$stdlib/json" "$$stdlib/email" "$$stdlib/http" "$$stdlib/logging"
 
 $(DEMO_DATA): | $(INSTALLED)
-	$(BIN)/python launcher/prepare_data.py --input $(STDLIB) --include '*.py' \
-	    --exclude 'test/*' 'idlelib/*' 'lib2to3/*' 'site-packages/*' \
+	$(BIN)/python launcher/prepare_data.py --input "$(STDLIB)" --include '*.py' \
+	    --exclude test idlelib lib2to3 site-packages \
 	    --output corpus/stdlib --vocab-size 4096 --validation-fraction 0.01
 
 demo: setup $(DEMO_DATA)

@@ -14,6 +14,7 @@ import yaml
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from model.configuration import ModelConfiguration, Section
+from parallel.schedules import Schedule
 from training.configuration_checks import problems
 from training.configuration_errors import as_sentences, known_keys, nearest_key
 from training.configuration_file import (
@@ -34,7 +35,6 @@ from training.sections import (
     MonitorSection,
     Optimizer,
     Parallel,
-    PipelineSchedule,
     Precision,
     Recompute,
     Run,
@@ -55,11 +55,11 @@ __all__ = [
     "MonitorSection",
     "Optimizer",
     "Parallel",
-    "PipelineSchedule",
     "Precision",
     "Recompute",
     "Run",
     "RunConfiguration",
+    "Schedule",
     "Source",
     "SpikeAction",
     "Training",

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from parallel.schedules import Schedule
 from training.configuration_file import describe
-from training.sections import Dtype, LearningRateSchedule, PipelineSchedule
+from training.sections import Dtype, LearningRateSchedule
 
 if TYPE_CHECKING:
     from training.configuration import RunConfiguration
 
 NOT_YET: dict[str, tuple[Any, ...] | None] = {
     "parallel.elastic": None,
-    "parallel.schedule": (PipelineSchedule.ZERO_BUBBLE,),
+    "parallel.schedule": ("zero_bubble",),
     "batch.ramp_up": None,
     "precision.compile": None,
     "training.max_minutes": None,
@@ -139,7 +140,7 @@ def _not_built_yet(configuration: RunConfiguration) -> Iterator[str]:
         holder = getattr(configuration, section)
         value, default = getattr(holder, name), type(holder).model_fields[name].get_default()
         if value != default if refused is None else value in refused:
-            yield f"{key} is {describe(value)}, which is not built yet: only {describe(default)} is allowed for now"
+            yield f"{key} is {describe(value)}, which is not built yet, expected {describe(default)}"
 
 
 def _division_of_the_model(configuration: RunConfiguration) -> Iterator[str]:
@@ -161,7 +162,7 @@ def _division_of_the_model(configuration: RunConfiguration) -> Iterator[str]:
 
 def _pipeline(configuration: RunConfiguration) -> Iterator[str]:
     blocks, parallel = configuration.model.num_layers, configuration.parallel
-    stages, dualpipev = parallel.pipeline, parallel.schedule is PipelineSchedule.DUALPIPEV
+    stages, dualpipev = parallel.pipeline, parallel.schedule is Schedule.DUALPIPEV
     if stages > blocks:
         yield (
             f"parallel.pipeline is {stages} and must be at most model.num_layers, which is {blocks}: "
@@ -176,7 +177,7 @@ def _pipeline(configuration: RunConfiguration) -> Iterator[str]:
         )
     if parallel.partition != "balanced":
         counts, shown = parallel.partition, describe(parallel.partition)
-        entries, one_each = (2 * stages, "chunk (two a stage)") if dualpipev else (stages, "stage")
+        entries, one_each = parallel.schedule.chunks(stages), "chunk (two a stage)" if dualpipev else "stage"
         if len(counts) != entries:
             yield f"parallel.partition is {shown}, {len(counts)} numbers, expected {entries}, one for each {one_each}"
         elif sum(counts) != blocks:
@@ -204,7 +205,7 @@ def _batch(configuration: RunConfiguration) -> Iterator[str]:
         if parallel.data:
             divisor = f"batch.micro_batch_size x parallel.data, {batch.micro_batch_size} x {copies}"
         yield f"batch.global_batch_size is {batch.global_batch_size} and must be divisible by {divisor}"
-    elif parallel.schedule is PipelineSchedule.DUALPIPEV:
+    elif parallel.schedule is Schedule.DUALPIPEV:
         yield from too_few_for_dualpipev(configuration, copies)
 
 
@@ -212,7 +213,7 @@ def too_few_for_dualpipev(configuration: RunConfiguration, copies: int) -> Itera
     """Yield a sentence if a copy of the model gets fewer micro-batches a step than the schedule needs."""
     batch, stages = configuration.batch, configuration.parallel.pipeline
     micro_batches = batch.global_batch_size // (batch.micro_batch_size * copies)
-    if configuration.parallel.schedule is PipelineSchedule.DUALPIPEV and micro_batches < 2 * stages:
+    if configuration.parallel.schedule is Schedule.DUALPIPEV and micro_batches < 2 * stages:
         yield (
             f"parallel.schedule is dualpipev and needs at least {2 * stages} micro-batches, two for each stage, but "
             f"batch.global_batch_size {batch.global_batch_size} / (batch.micro_batch_size {batch.micro_batch_size} "

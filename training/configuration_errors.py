@@ -8,7 +8,7 @@ from typing import get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from training.configuration_checks import OUT_OF_SCOPE
+from training.configuration_checks import NOT_YET, OUT_OF_SCOPE
 from training.configuration_file import describe
 
 _EXPECTED = {
@@ -119,6 +119,10 @@ def _sentence(details: ErrorDetails, known: Sequence[str]) -> str:
         context = {"expected": str(context["expected"]).replace("'", "").replace(" or ", ", ")}
         if key == "precision.dtype" and re.search(r"f(p|loat)_?8", str(details["input"]).lower()):
             context["expected"] += "; FP8 is out of scope and not supported"
+        if details["input"] in (NOT_YET.get(key) or ()):
+            return (
+                f"{key} is {describe(details['input'])}, which is not built yet, expected one of {context['expected']}"
+            )
     expected = _BOUNDS[kind].format_map(context) if kind in _BOUNDS else _EXPECTED.get(kind, details["msg"])
     return f"{key} is {describe(details['input'])}, expected {expected}"
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from model.configuration import Section
+from parallel.schedules import Schedule
 
 Count = Annotated[int, Field(gt=0)]
 """A whole number of at least 1."""
@@ -34,14 +35,6 @@ class Run(Section):
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the initial weights, the order of samples and dropout."""
-
-
-class PipelineSchedule(StrEnum):
-    """The order in which a stage runs forward and backward of its micro-batches."""
-
-    ONE_F_ONE_B = "1f1b"
-    DUALPIPEV = "dualpipev"
-    ZERO_BUBBLE = "zero_bubble"
 
 
 class Recompute(StrEnum):
@@ -70,8 +63,8 @@ class Parallel(Section):
     elastic: bool = False
     """Whether pipeline, tensor and data are chosen for the number of devices that the job was given."""
 
-    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
-    """1f1b, dualpipev (two chunks of blocks a stage) or zero_bubble."""
+    schedule: Schedule = Schedule.ONE_F_ONE_B
+    """1f1b, dualpipev (two chunks of blocks a stage) or zero_bubble, which is not built yet."""
 
     partition: Literal["balanced"] | tuple[Count, ...] = "balanced"
     """balanced (by the cost of each layer), or a list of block counts in model order: one a stage, under dualpipev two
@@ -262,7 +255,7 @@ class Training(Section):
     """Steps between two lines of metrics."""
 
     eval_every: Count | None = None
-    """Steps between two evaluations, the last step being one more; needs data.validation (default: no evaluation)."""
+    """Steps between two evaluations, and one follows the last step; needs data.validation (default: that one only)."""
 
     eval_batches: Count | None = None
     """Global batches of one evaluation; needs data.validation (default: the whole set)."""
