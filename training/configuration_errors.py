@@ -35,8 +35,6 @@ _BOUNDS = {
     "greater_than_equal": "at least {ge:g}",
     "less_than": "a number below {lt:g}",
     "less_than_equal": "at most {le:g}",
-    "enum": "one of {expected}",
-    "literal_error": "one of {expected}",
     "too_long": "{max_length} values",
     "too_short": "at least {min_length} values",
 }
@@ -116,13 +114,12 @@ def _sentence(details: ErrorDetails, known: Sequence[str]) -> str:
             return f"{key} is {describe(details['input'])}, {problem}"
         return f"{key}.{problem}" if key else problem
     if kind in ("enum", "literal_error"):
-        context = {"expected": str(context["expected"]).replace("'", "").replace(" or ", ", ")}
-        if key == "precision.dtype" and re.search(r"f(p|loat)_?8", str(details["input"]).lower()):
-            context["expected"] += "; FP8 is out of scope and not supported"
+        choices, why = str(context["expected"]).replace("'", "").replace(" or ", ", "), ""
         if details["input"] in (NOT_YET.get(key) or ()):
-            return (
-                f"{key} is {describe(details['input'])}, which is not built yet, expected one of {context['expected']}"
-            )
+            why = ", which is not built yet"
+        elif key == "precision.dtype" and re.search(r"f(p|loat)_?8", str(details["input"]).lower()):
+            why = ", but FP8 is out of scope and not supported"
+        return f"{key} is {describe(details['input'])}{why}, expected one of {choices}"
     expected = _BOUNDS[kind].format_map(context) if kind in _BOUNDS else _EXPECTED.get(kind, details["msg"])
     return f"{key} is {describe(details['input'])}, expected {expected}"
 
