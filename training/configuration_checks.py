@@ -179,7 +179,7 @@ def _pipeline(configuration: RunConfiguration) -> Iterator[str]:
         counts, shown = parallel.partition, describe(parallel.partition)
         entries, one_each = parallel.schedule.chunks(stages), "chunk (two a stage)" if dualpipev else "stage"
         if len(counts) != entries:
-            yield f"parallel.partition is {shown}, {len(counts)} numbers, expected {entries}, one for each {one_each}"
+            yield f"parallel.partition is {shown}, expected {entries} block counts, one for each {one_each}"
         elif sum(counts) != blocks:
             yield f"parallel.partition is {shown}, {sum(counts)} blocks in all, expected model.num_layers, {blocks}"
 
