@@ -89,7 +89,7 @@ def test_a_section_with_nothing_under_it_is_one_with_defaults(tmp_path: Path) ->
 
 def test_what_is_written_reads_back_as_equal(path: Path) -> None:
     overrides = [
-        "run.name=1e-3",  # a name that looks like a number
+        "run.name='1e-3'",  # a name that looks like a number
         "model.num_kv_heads=4",
         "model.rope_scaling={rope_type: yarn, factor: 4, original_max_position_embeddings: 64}",
         "parallel.pipeline=2",
@@ -99,7 +99,6 @@ def test_what_is_written_reads_back_as_equal(path: Path) -> None:
         "training.stop_after=7",
         "deepspeed={zero_optimization: {reduce_bucket_size: 1000}, wall_clock_breakdown: true}",
     ]
-    overrides[0] = "run.name='1e-3'"
     configuration = load(path, overrides)
     resolved = path.with_name("resolved.yaml")
     resolved.write_text(to_yaml(configuration))
