@@ -101,7 +101,7 @@ class TrainingData:
 
 
 class ValidationData:
-    """A data set in file order, cut into windows of L + 1 tokens with stride L: each token but the first is a target once.
+    """A data set in file order, in windows of L + 1 tokens with stride L: each token but the first is a target once.
 
     `len()` is the number of windows. The last is padded, and a number at or beyond `len()` gives a row without targets.
     """
@@ -142,8 +142,8 @@ class ValidationData:
     def micro_batch(self, window_numbers: np.ndarray | Sequence[int]) -> MicroBatch:
         """These windows, in this order."""
         numbers = np.asarray(window_numbers, dtype=np.int64)
-        return_ = _assemble([self._window(int(number)) for number in numbers], numbers, self._end, self._document_mask)
-        return _pin(return_) if self._pin_memory else return_
+        batch = _assemble([self._window(int(number)) for number in numbers], numbers, self._end, self._document_mask)
+        return _pin(batch) if self._pin_memory else batch
 
     def _window(self, number: int) -> Sample:
         length = self.sequence_length + 1

@@ -1,9 +1,10 @@
-"""Megatron's indexed token files, MMIDIDX version 1: `PREFIX.bin` holds tokens end to end, `PREFIX.idx` says where they part.
+"""Megatron's indexed token files, MMIDIDX version 1: `PREFIX.bin` holds tokens end to end, `PREFIX.idx` their bounds.
 
 The index: magic, version (uint64), type code (uint8), number of sequences and of document bounds (uint64 each), then
 sizes (int32, tokens a sequence), pointers (int64, bytes) and document bounds (int64, sequence numbers, from 0 to the
 number of sequences). A document is usually one sequence; a very long one is several. Everything is little-endian.
-Source: megatron/core/datasets/indexed_dataset.py. Offsets are 64-bit throughout; the reader maps files and copies nothing.
+Source: megatron/core/datasets/indexed_dataset.py. Offsets are 64-bit throughout; the reader maps files,
+and copies nothing.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class IndexedDataset:
         self.token_count = int(self._tokens.size)
 
     def check(self) -> None:
-        """Read the whole index once: no empty sequence or document, pointers that follow from the sizes, bounds in order.
+        """Read the whole index once: no empty sequence or document, pointers that follow from sizes, bounds in order.
 
         Small data sets are checked at opening; for large ones the order of samples calls this before it is built.
         """
@@ -282,7 +283,7 @@ def write_index(
 
 
 def merge(prefixes: Sequence[str | Path], output: str | Path) -> None:
-    """Write one data set with the documents of all `prefixes`, one set after the other. All must have one token type."""
+    """Write one data set with the documents of all `prefixes`, one set after the other; all have one token type."""
     parts = [IndexedDataset(prefix) for prefix in prefixes]
     for part in parts[1:]:
         if part.dtype != parts[0].dtype:

@@ -4,10 +4,10 @@ The order itself is a Permutation and costs nothing. What is computed is `starts
 documents' lengths: int64, one number a document. For large data sets it is kept in a file, so that a second start, and
 the other processes of a first one, open it in milliseconds:
 
-    PREFIX.order/<fingerprint>.starts      beside the data, or, where that cannot be written, in a folder of this machine
+    PREFIX.order/<fingerprint>.starts    beside the data, or, where that cannot be written, in a folder of this machine
 
-The fingerprint covers the data files (size, time, head and tail of the index), the seed and the epoch. It does not cover
-the sample length: samples of any length are found in the same file by binary search.
+The fingerprint covers the data files (size, time, head and tail of the index), the seed and the epoch. The sample
+length is not in it: samples of any length are found in the same file by binary search.
 
 Many processes may start together, on nodes that share the file system or do not: one of them builds while the others
 wait for its lock (which the system drops when a builder dies), and the file appears by rename, complete or not at all.

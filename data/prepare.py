@@ -1,22 +1,35 @@
-"""Text files to a tokenizer and token files: what launcher/prepare_data.py does, for one process."""
+"""Text files to a tokenizer and two token data sets: what launcher/prepare_data.py does, from plan to last rename.
+
+OUTPUT.partial/work/      tokenizer and shards, kept until the end: a second start after a kill goes on from them
+OUTPUT.partial/result/    the finished files, renamed to OUTPUT when all are there
+"""
 
 from __future__ import annotations
 
-import fnmatch
+import functools
 import hashlib
 import json
 import os
-import resource
 import shutil
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from data.documents import Keys, Unit, find_files, plan_units, read_segment
+from data.encoding import Job, ShardSummary, encode_unit
 from data.errors import DataError
-from data.indexed import IndexedWriter, token_dtype
+from data.indexed import token_dtype
+from data.placing import PARTS, Layout, place_shard, plan_layout, write_indexes
+from data.progress import Progress, size
+from data.sharing import Team, assemble
 from data.tokenizer import load_tokenizer
 from data.tokenizer_training import train_tokenizer
+
+TRAINING_TEXT = 32 << 20
+"""Bytes of text that a tokenizer is trained on at most, taken evenly from all of the input."""
 
 
 @dataclass(frozen=True)
@@ -26,95 +39,175 @@ class Preparation:
     inputs: tuple[str, ...]
     output: str
     vocab_size: int = 32000
+    tokenizer: str | None = None
     validation_fraction: float = 0.01
     include: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = ()
-    tokenizer: str | None = None
-    text_key: str = "text"
+    keys: Keys = Keys()
     seed: int = 0
+    workers: int = 1
 
 
-def find_files(inputs: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> list[Path]:
-    files: list[Path] = []
-    for name in inputs:
-        path = Path(name)
-        if path.is_dir():
-            for inside in sorted(path.rglob("*")):
-                relative = inside.relative_to(path)
-                if inside.is_file() and _wanted(relative, include) and not _wanted(relative, exclude):
-                    files.append(inside)
-        elif path.is_file():
-            files.append(path)
-        else:
-            raise DataError(f"--input {name}: expected a file or a folder, found nothing of this name")
-    if not files:
-        raise DataError(f"--input {' '.join(inputs)}: expected at least one file, found none that --include takes")
-    return files
+@dataclass(frozen=True)
+class _Plan:
+    units: list[Unit]
+    job: Job
 
 
-def _wanted(relative: Path, patterns: Sequence[str]) -> bool:
-    return any(
-        fnmatch.fnmatch(str(relative), pattern)
-        or fnmatch.fnmatch(relative.name, pattern)
-        or any(fnmatch.fnmatch(part, pattern) for part in relative.parts[:-1])
-        for pattern in patterns
-    )
+def prepare(wanted: Preparation) -> dict[str, Any] | None:
+    """Do it; the contents of report.json (None in the MPI ranks that only help).
 
-
-def is_held_out(seed: int, document: int, fraction: float) -> bool:
-    return _held_out_hash(seed, document) < fraction * 2**64
-
-
-def _held_out_hash(seed: int, document: int) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{document}".encode(), digest_size=8).digest(), "little")
-
-
-def prepare(wanted: Preparation) -> dict[str, object]:
+    Raises DataError for what the user can mend. Then, unless some of the work was done already, nothing is left behind;
+    what was done is kept in OUTPUT.partial, and the same call goes on from there.
+    """
     started = time.monotonic()
+    with assemble(wanted.workers) as team:
+        partial = Path(f"{wanted.output}.partial")
+        try:
+            plan: _Plan = team.agree(lambda: _plan(wanted, partial))
+            costs = [sum(segment.size for segment in unit) for unit in plan.units]
+            with _progress(team, "tokenising", sum(costs)) as progress:
+                encode = functools.partial(encode_unit, plan.job)
+                summaries = team.run(encode, plan.units, costs, progress.add)
+            layout: Layout = team.agree(lambda: _layout(wanted, plan, summaries, partial))
+            has_mask = len(wanted.keys.names) > 1
+            place = functools.partial(place_shard, str(partial / "result"), layout.split, has_mask)
+            tokens = sum(totals.tokens for totals in layout.totals)
+            sizes = [os.path.getsize(f"{placement.shard}.tokens") for placement in layout.placements]
+            with _progress(team, "writing", tokens, quiet=True) as progress:
+                team.run(place, layout.placements, sizes, progress.add)
+            return team.agree(lambda: _finish(wanted, plan, summaries, layout, partial, team, started))
+        except DataError:
+            if team.leads and not any((partial / "work").glob("*.npz")):
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def _progress(team: Team, label: str, total: int, quiet: bool = False) -> Progress:
+    stream = sys.stderr if team.leads and not quiet else open(os.devnull, "w")  # noqa: SIM115
+    return Progress(label, total, stream)
+
+
+def _plan(wanted: Preparation, partial: Path) -> _Plan:
     output = Path(wanted.output)
     if output.exists():
         raise DataError(f"--output {output}: expected a folder that does not exist yet, found one")
-    files = find_files(wanted.inputs, wanted.include, wanted.exclude)
-    texts = [text for text in (file.read_bytes().decode("utf-8", "replace") for file in files) if text]
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(hashlib.sha256(text.encode()).digest())
-    partial = output.with_name(output.name + ".partial")
+    if not 0 <= wanted.validation_fraction < 1:
+        raise DataError(f"--validation-fraction: expected 0 to below 1, found {wanted.validation_fraction}")
+    files = find_files(wanted.inputs, wanted.include, wanted.exclude, without=partial)
+    units = plan_units(files, wanted.keys)
+    if not units:
+        raise DataError(f"--input {' '.join(wanted.inputs)}: expected text, found {len(files)} empty files (0 bytes)")
+    total = sum(segment.size for unit in units for segment in unit)
+    print(f"{len(files)} files, {size(total)}, {len(units)} units of work", file=sys.stderr)
+    work = partial / "work"
+    if wanted.tokenizer:
+        load_tokenizer(wanted.tokenizer)  # refused before a folder is made
+    work.mkdir(parents=True, exist_ok=True)
+    path = _take_tokenizer(wanted, work) if wanted.tokenizer else _train_tokenizer(wanted, units, work)
+    digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    job = Job(str(work), str(path), digest, wanted.keys)
+    done = sum(Path(f"{job.shard(unit)}.npz").exists() for unit in units)
+    if done:
+        print(f"going on: {done} of {len(units)} units were done by an earlier start", file=sys.stderr)
+    return _Plan(units, job)
+
+
+def _take_tokenizer(wanted: Preparation, work: Path) -> Path:
+    tokenizer = load_tokenizer(wanted.tokenizer or "")
+    target = work / f"tokenizer{tokenizer.path.suffix if tokenizer.path.suffix == '.json' else '.model'}"
+    shutil.copyfile(tokenizer.path, target)
+    return target
+
+
+def _train_tokenizer(wanted: Preparation, units: Sequence[Unit], work: Path) -> Path:
+    described = repr((units, wanted.vocab_size, wanted.keys, TRAINING_TEXT))
+    path = work / f"tokenizer-{hashlib.blake2b(described.encode(), digest_size=8).hexdigest()}.model"
+    if not path.exists():
+        print(f"training a tokenizer of {wanted.vocab_size} pieces", file=sys.stderr)
+        model = train_tokenizer(_sample(units, wanted.keys), wanted.vocab_size)
+        fresh = path.with_suffix(".partial")
+        fresh.write_bytes(model)
+        os.replace(fresh, path)
+    return path
+
+
+def _sample(units: Sequence[Unit], keys: Keys) -> Iterator[str]:
+    """Text from all of the input, the same share of each unit, TRAINING_TEXT bytes or a little more."""
+    total = sum(segment.size for unit in units for segment in unit)
+    chosen = units if total <= TRAINING_TEXT else units[:: max(1, len(units) // 512)]
+    share = TRAINING_TEXT // len(chosen)
+    for unit in chosen:
+        left = share if total > TRAINING_TEXT else sys.maxsize
+        for part in (part for segment in unit for part in read_segment(segment, keys)):
+            for text in part.fields:
+                yield text[: max(left, 0)]
+                left -= len(text)
+            if left <= 0:
+                break
+
+
+def _layout(wanted: Preparation, plan: _Plan, summaries: list[ShardSummary], partial: Path) -> Layout:
+    documents = sum(summary.documents for summary in summaries)
+    shards = [str(plan.job.shard(unit)) for unit in plan.units]
+    layout = plan_layout(shards, documents, wanted.seed, wanted.validation_fraction)
+    result = partial / "result"
+    shutil.rmtree(result, ignore_errors=True)
+    result.mkdir()
+    item = _dtype(plan).itemsize
+    for name, totals in zip(PARTS, layout.totals, strict=True):
+        if totals.tokens:
+            _allocate(result / f"{name}.bin", totals.tokens * item)
+            if len(wanted.keys.names) > 1:
+                _allocate(result / f"{name}.mask.bin", totals.tokens)
+    return layout
+
+
+def _dtype(plan: _Plan) -> Any:
+    return token_dtype(load_tokenizer(plan.job.tokenizer).vocab_size)
+
+
+def _allocate(path: Path, length: int) -> None:
+    with path.open("wb") as file:
+        file.truncate(length)
+
+
+def _finish(
+    wanted: Preparation,
+    plan: _Plan,
+    summaries: list[ShardSummary],
+    layout: Layout,
+    partial: Path,
+    team: Team,
+    started: float,
+) -> dict[str, Any]:
+    result = partial / "result"
+    write_indexes(result, layout, _dtype(plan))
+    tokenizer = load_tokenizer(plan.job.tokenizer)
+    shutil.copyfile(plan.job.tokenizer, result / f"tokenizer{tokenizer.path.suffix}")
+    digest = hashlib.blake2b(digest_size=16)
+    for summary in summaries:
+        digest.update(bytes.fromhex(summary.digest))
+    report = {name: asdict(totals) for name, totals in zip(PARTS, layout.totals, strict=True) if totals.documents} | {
+        "vocab_size": tokenizer.vocab_size,
+        "empty_documents_left_out": sum(summary.empty for summary in summaries),
+        "documents_with_bytes_replaced": sum(summary.replaced for summary in summaries),
+        "input_digest": digest.hexdigest(),
+        "processes": team.size,
+        "seconds": round(time.monotonic() - started, 2),
+        "peak_memory_mib": max(_own_peak(), *(summary.peak_memory for summary in summaries)) >> 20,
+    }
+    (result / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    for path in result.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    Path(wanted.output).parent.mkdir(parents=True, exist_ok=True)
+    os.rename(result, wanted.output)
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        if wanted.tokenizer:
-            name = "tokenizer.json" if wanted.tokenizer.endswith(".json") else "tokenizer.model"
-            model = Path(wanted.tokenizer).read_bytes()
-        else:
-            name, model = "tokenizer.model", train_tokenizer(texts, wanted.vocab_size)
-        (partial / name).write_bytes(model)
-        tokenizer = load_tokenizer(partial / name)
-        held_out = [is_held_out(wanted.seed, number, wanted.validation_fraction) for number in range(len(texts))]
-        if wanted.validation_fraction > 0 and not any(held_out):
-            held_out[min(range(len(texts)), key=lambda number: _held_out_hash(wanted.seed, number))] = True
-        counts = {}
-        for part, is_validation in (("train", False), ("validation", True)):
-            documents = [text for text, held in zip(texts, held_out, strict=True) if held == is_validation]
-            if not documents:
-                continue
-            tokens = 0
-            with IndexedWriter(partial / part, token_dtype(tokenizer.vocab_size)) as writer:
-                for text in documents:
-                    ids = [*tokenizer.encode(text), tokenizer.end_of_document]
-                    writer.add_document(ids)
-                    tokens += len(ids)
-            size = sum(len(text.encode()) for text in documents)
-            counts[part] = {"documents": len(documents), "tokens": tokens, "bytes": size}
-        report = {
-            **counts,
-            "input_digest": digest.hexdigest(),
-            "seconds": round(time.monotonic() - started, 2),
-            "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        }
-        (partial / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-        os.replace(partial, output)
-        return report
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    return report
+
+
+def _own_peak() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,8 +1,8 @@
 """Samples of L + 1 tokens from one data set, found by number.
 
 An epoch is the data set's documents end to end in the epoch's own order. It is cut into samples of L + 1 tokens that
-begin every L tokens, so that each token but the first is a target once; a document that runs over a sample's end goes on
-in the next. The samples of an epoch are shuffled too, so that neighbours do not come from one document. What is left
+begin every L tokens, so that each token but the first is a target once; a document that runs over a sample's end goes
+on in the next. The samples of an epoch are shuffled too, so that neighbours do not come from one document. What is left
 at an epoch's end, at most L tokens of another document each time, is passed over.
 
 Everything is a function of (seed, sample number): no state, nothing to save, nothing to skip on resume.
@@ -120,7 +120,7 @@ def mask_path(prefix: str | Path) -> Path:
 
 
 def target_mask(dataset: IndexedDataset) -> np.ndarray | None:
-    """The uint8 mask that belongs to `dataset`, one a token, or None where there is none. Raises DataError on its size."""
+    """The uint8 mask of `dataset`, one a token, or None. Raises DataError where its size is wrong."""
     path = mask_path(dataset.prefix)
     if not path.is_file():
         return None

@@ -66,7 +66,7 @@ class SentencePieceTokenizer:
         self._byte_ids = {
             int(piece[3:5], 16): index for index, piece in enumerate(pieces) if self._processor.is_byte(index)
         }
-        # Models by others may lack byte pieces, or put a space before every text: there a mark stays what they make of it.
+        # Models by others may lack byte pieces, or put a space before every text: they make of a mark what they do.
         adds_prefix = self._processor.id_to_piece(self._processor.encode("a"))[0].startswith(WHITESPACE_MARK)
         self._mark_ids = (
             [self._byte_ids[byte] for byte in WHITESPACE_MARK.encode()]
@@ -115,7 +115,7 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` of Hugging Face's `tokenizers` library, read without `transformers` and without remote code."""
+    """A `tokenizer.json` of Hugging Face's `tokenizers` library, read without `transformers` or any remote code."""
 
     def __init__(self, path: str | Path, end_of_document: str | None = None) -> None:
         """`end_of_document` is the token's text; without it the usual names are looked for in turn."""
@@ -154,7 +154,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(wanted, skip_special_tokens=False)
 
     def token_bytes(self) -> np.ndarray:
-        """[vocab_size] int64 bytes of text per id, for byte-level vocabularies (GPT-2, Llama 3) and byte-fallback ones."""
+        """[vocab_size] int64 bytes of text per id, for byte-level and for byte-fallback vocabularies."""
         counts = np.zeros(self.vocab_size, dtype=np.int64)
         added = self._tokenizer.get_added_tokens_decoder()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
