@@ -38,10 +38,10 @@ class DropoutKey:
     def __post_init__(self) -> None:
         # Hashed here and not in the blocks: a compiled block must not depend on the step, or it compiles again.
         numbers = self.sample_numbers.long()
-        step = self.step.to(numbers.device) if isinstance(self.step, Tensor) else self.step
+        step = self.step.to(numbers) if isinstance(self.step, Tensor) else self.step
         words = [half for number in (self.seed, step, numbers) for half in (number & _WORD, number >> 32 & _WORD)]
-        self.samples: Tensor = _absorb(0, *words)
-        """[b] int64 below 2^32: the hash of seed, step and sample number."""
+        self.samples: Tensor = _absorb(torch.tensor([[1], [2]], device=numbers.device), *words)
+        """[2, b] int64: two words of 32 bits for each sample, a hash of seed, step and sample number."""
 
 
 def dropout(x: Tensor, probability: float, key: DropoutKey | None, site: Site, block: int | Tensor = 0) -> Tensor:
@@ -65,14 +65,11 @@ def dropout(x: Tensor, probability: float, key: DropoutKey | None, site: Site, b
 def _dropped(x: Tensor, probability: float, key: DropoutKey, site: Site, block: int | Tensor) -> Tensor:
     """Boolean mask [b, s, h], true with `probability` (to 2^-32)."""
     _, length, channels = x.shape
-    salt = _absorb(
-        int(site), block
-    )  # where the block is a plain number, this is arithmetic of Python, not of the device
+    salt = _absorb(1, int(site), block)  # a plain number costs the device nothing
     samples = _absorb(key.samples.to(x.device), salt).unsqueeze(-1)
     positions = torch.arange(key.position_offset, key.position_offset + length, device=x.device)
     # Two words for each row, so that no two rows of billions share a mask; one for each channel.
-    first = _signed(_absorb(samples, positions)).unsqueeze(-1)
-    second = _signed(_absorb(samples ^ 0x5BD1E995, positions)).unsqueeze(-1)
+    first, second = _signed(_absorb(samples, positions)).unsqueeze(-1)
     channel = _signed(_absorb(torch.arange(channels, device=x.device), 1))
     # Only this runs over every element, hence in 32 bits, where products wrap. Its inputs are hashes already; the
     # rounds tie them so that no row or channel predicts another. The highest bits are the best mixed: they decide.
