@@ -6,6 +6,7 @@ numbers get the same bytes, which is how the first and the last stage of a pipel
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,7 @@ class TrainingData:
         self.sequence_length, self.seed = sequence_length, seed
         self._end, self._document_mask = end_of_document, document_mask
         self._vocab_size, self._pin_memory = vocab_size, pin_memory
+        self._lock = threading.Lock()
         self.blend = Blend([source.weight for source in self.sources])
         self.samples = [TokenSamples(source.path, sequence_length, seed, cache, cache_from) for source in self.sources]
         if vocab_size is not None:
@@ -85,13 +87,18 @@ class TrainingData:
         """Targets in an epoch of each source."""
         return [len(part) * self.sequence_length for part in self.samples]
 
+    @property
+    def every_token_is_a_target(self) -> bool:
+        """Whether no source has a target mask, so that every micro-batch has as many targets as tokens."""
+        return not any(part.has_mask for part in self.samples)
+
     def micro_batch(self, sample_numbers: np.ndarray | Sequence[int]) -> MicroBatch:
-        """The samples of these global numbers, in this order."""
+        """The samples of these global numbers, in this order. May be called from several threads."""
         numbers = np.asarray(sample_numbers, dtype=np.int64)
-        sources, inner = self.blend.locate(numbers)
-        rows = [
-            self.samples[source].read(number) for source, number in zip(sources.tolist(), inner.tolist(), strict=True)
-        ]
+        with self._lock:
+            sources, inner = self.blend.locate(numbers)
+            places = zip(sources.tolist(), inner.tolist(), strict=True)
+            rows = [self.samples[source].read(number) for source, number in places]
         batch = _assemble(rows, numbers, self._end, self._document_mask)
         if self._vocab_size is not None:
             paths = [bin_path(self.sources[source].path) for source in sources.tolist()]

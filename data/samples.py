@@ -10,6 +10,7 @@ Everything is a function of (seed, sample number): no state, nothing to save, no
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,9 +58,15 @@ class TokenSamples:
             )
         self._mask = target_mask(self.dataset)
         self._orders: dict[int, tuple[EpochOrder, Permutation]] = {}
+        self._built_ahead: set[int] = set()
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether this is fine-tuning data, in which only some tokens are targets."""
+        return self._mask is not None
 
     def sample(self, number: int) -> np.ndarray:
         """[L + 1] int64 tokens of sample `number` >= 0."""
@@ -93,6 +100,8 @@ class TokenSamples:
         """Tokens to skip in the sample's first document, int64 bounds of its documents in the stream, their numbers."""
         epoch, place = divmod(int(number), self._length)
         order, shuffle = self._order(epoch)
+        if 2 * place >= self._length and self.dataset.document_count >= self._cache_from:
+            self._build_ahead(epoch + 1)
         start = int(shuffle(np.array([place]))[0]) * self.sequence_length
         first = int(np.searchsorted(order.starts, start, side="right")) - 1
         stop = int(np.searchsorted(order.starts, start + self.sequence_length + 1, side="left"))
@@ -101,12 +110,21 @@ class TokenSamples:
 
     def _order(self, epoch: int) -> tuple[EpochOrder, Permutation]:
         if epoch not in self._orders:
-            order = EpochOrder(self.dataset, self.seed, epoch, self._cache, self._cache_from)
+            order = self._document_order(epoch)
             shuffle = Permutation(self._length, derive_key("samples", self.seed, epoch, self.sequence_length))
             while len(self._orders) > 1:  # a batch spans two epochs at most
                 self._orders.pop(next(iter(self._orders)))
             self._orders[epoch] = (order, shuffle)
         return self._orders[epoch]
+
+    def _document_order(self, epoch: int) -> EpochOrder:
+        return EpochOrder(self.dataset, self.seed, epoch, self._cache, self._cache_from)
+
+    def _build_ahead(self, epoch: int) -> None:
+        """Have the order of a coming epoch on disk before it is needed: of a large set it takes seconds."""
+        if epoch not in self._built_ahead:
+            self._built_ahead.add(epoch)
+            threading.Thread(target=self._document_order, args=(epoch,), name="data-order", daemon=True).start()
 
 
 def samples_in(tokens: int, sequence_length: int) -> int:
