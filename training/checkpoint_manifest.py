@@ -107,7 +107,9 @@ class Manifest:
     model: dict[str, Any] = field(default_factory=dict)
     """The model's configuration as JSON, `vocab_size` the true one."""
     tokenizer: dict[str, str] | None = None
-    """`path` and `digest` of the tokenizer file."""
+    """`path` and `digest` of the tokenizer file (training.loading.tokenizer_identity)."""
+    sequence_length: int | None = None
+    """Tokens of a training sequence; an export gives it as the longest the model has seen."""
     passed_over: list[list[int]] = field(default_factory=list)
     """Ranges [first, end) of sample numbers left out after a loss spike."""
     counters: dict[str, Any] = field(default_factory=dict)

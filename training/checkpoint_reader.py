@@ -107,8 +107,10 @@ class Checkpoint:
             inner = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common[1:], stored[1:], strict=True))
             target = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, wanted, strict=True))
             result[target] = rows[(slice(None), *inner)]
+            del rows  # before the next stored slice is read
         start = offset - first * row
-        return result.reshape(-1)[start : start + length].clone()
+        flat = result.reshape(-1)[start : start + length]
+        return flat if flat.numel() == result.numel() else flat.clone()
 
     def _find(self, name: str, kind: str) -> dict[Box, list[Entry]]:
         if (name, kind) not in self._boxes:

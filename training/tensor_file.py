@@ -31,7 +31,7 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-CHUNK_BYTES = 16 * 2**20
+CHUNK_BYTES = 4 * 2**20
 LONGEST_HEADER = 100_000_000  # the library's own bound
 
 
