@@ -69,17 +69,18 @@ def initial_slice(
     """
     start, stop = rows.start or 0, shape[0] if rows.stop is None else rows.stop
     if name.endswith(".gain"):
-        return torch.ones(stop - start, device="cpu")
+        return torch.ones(stop - start, dtype=torch.float32, device="cpu")
     deviation = configuration.init_std
     if name.endswith(_RESIDUAL_OUTPUTS):
         deviation /= math.sqrt(2 * configuration.num_layers)
     columns = slice(None) if columns is None else columns
     width = len(range(*columns.indices(shape[1])))
-    result = torch.zeros(stop - start, width, device="cpu")
-    for block in range(start // ROWS, math.ceil(min(stop, shape[0]) / ROWS)):
+    result = torch.zeros(stop - start, width, dtype=torch.float32, device="cpu")
+    true_stop = min(stop, shape[0])
+    for block in range(start // ROWS, math.ceil(true_stop / ROWS)) if start < true_stop else ():
         first, last = block * ROWS, min(block * ROWS + ROWS, shape[0])
         # The whole block, whatever part of it is wanted: how many values are drawn decides what they are.
-        values = torch.empty(last - first, shape[1], device="cpu")
+        values = torch.empty(last - first, shape[1], dtype=torch.float32, device="cpu")
         values.normal_(0.0, deviation, generator=_generator(seed, name, block))
         low, high = max(start, first), min(stop, last)
         result[low - start : high - start] = values[low - first : high - first, columns]

@@ -12,6 +12,12 @@ from model.language_model import LanguageModel
 SMALL = {"hidden_size": 48, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 80, "vocab_size": 97}
 
 
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """What a test draws is the same each time and whichever tests ran before."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def configure() -> Callable[..., ModelConfiguration]:
     """A small grouped-query configuration with the given keys changed."""
