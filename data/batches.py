@@ -162,7 +162,7 @@ class ValidationData:
         if len(found) < 2:  # beyond the end, or nothing but the last target of the window before
             is_target[:] = False
         elif self._mask is not None:
-            is_target[: len(found)] &= self._mask[start : start + len(found)].astype(bool)
+            is_target[: len(found)] &= self._mask.read(start, start + len(found)).astype(bool)
         documents = np.zeros(length, dtype=np.int64)
         if self._document_mask and len(found):
             if self._starts is None:

@@ -3,8 +3,8 @@
 The index: magic, version (uint64), type code (uint8), number of sequences and of document bounds (uint64 each), then
 sizes (int32, tokens a sequence), pointers (int64, bytes) and document bounds (int64, sequence numbers, from 0 to the
 number of sequences). A document is usually one sequence; a very long one is several. Everything is little-endian.
-Source: megatron/core/datasets/indexed_dataset.py. Offsets are 64-bit throughout; the reader maps files,
-and copies nothing.
+Source: megatron/core/datasets/indexed_dataset.py. Offsets are 64-bit throughout; the reader maps the
+index and reads tokens by position.
 """
 
 from __future__ import annotations
@@ -45,6 +45,29 @@ def bin_path(prefix: str | Path) -> Path:
 def index_path(prefix: str | Path) -> Path:
     """`PREFIX.idx`."""
     return Path(f"{prefix}.idx")
+
+
+class FlatFile:
+    """Numbers of one type end to end, read by position: from any thread, and after a fork.
+
+    Each read is one call to the system for just these bytes. A memory map would fetch the pages around each place too,
+    which made random reads of a set larger than memory a thousand times slower.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self.path, self.dtype = path, dtype
+        self._file = path.open("rb")
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Numbers [start, stop), read-only. Raises DataError where the file has become shorter."""
+        at, left = start * self.dtype.itemsize, (stop - start) * self.dtype.itemsize
+        data = os.pread(self._file.fileno(), left, at)
+        while len(data) < left:  # the system reads 2 GiB at most at once
+            more = os.pread(self._file.fileno(), left - len(data), at + len(data))
+            if not more:
+                raise DataError(f"{self.path}: expected {at + left} bytes or more as at its opening, found fewer")
+            data += more
+        return np.frombuffer(data, dtype=self.dtype)
 
 
 class IndexedDataset:
@@ -114,8 +137,8 @@ class IndexedDataset:
             )
         if found == 0:
             raise DataError(f"{path}: expected tokens, found an empty file (0 bytes)")
-        self._tokens = np.asarray(np.memmap(path, mode="r", dtype=self.dtype.newbyteorder("<")))
-        self.token_count = int(self._tokens.size)
+        self._tokens = FlatFile(path, self.dtype.newbyteorder("<"))
+        self.token_count = found // self.dtype.itemsize
 
     def check(self) -> None:
         """Read the whole index once: no empty sequence or document, pointers that follow from sizes, bounds in order.
@@ -168,7 +191,8 @@ class IndexedDataset:
             length = SCAN_WHOLE // blocks
             starts = range(0, self.token_count - length + 1, (self.token_count - length) // (blocks - 1))
         for start in starts:
-            check_ids(self._tokens[start : start + length], vocab_size, bin_path(self.prefix))
+            ids = self.read(start, min(start + length, self.token_count))
+            check_ids(ids, vocab_size, bin_path(self.prefix))
 
     def document_starts(self, documents: np.ndarray) -> np.ndarray:
         """int64 token offsets at which `documents` begin; number `document_count` gives the end of the last."""
@@ -182,13 +206,13 @@ class IndexedDataset:
         return np.diff(self.document_starts(np.arange(first, stop + 1)))
 
     def document(self, number: int) -> np.ndarray:
-        """Tokens of one document, a view in the file's own type."""
+        """Tokens of one document, in the file's own type."""
         start, stop = self.document_starts(np.array([number, number + 1]))
-        return self._tokens[start:stop]
+        return self.read(int(start), int(stop))
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the whole file, a view in the file's own type."""
-        return self._tokens[start:stop]
+        """Tokens [start, stop) of the whole file, in the file's own type."""
+        return self._tokens.read(start, stop)
 
     def __len__(self) -> int:
         return self.sequence_count
@@ -196,7 +220,7 @@ class IndexedDataset:
     def __getitem__(self, number: int) -> np.ndarray:
         """Tokens of sequence `number`, as Megatron's own reader gives them."""
         start = int(self.pointers[number]) // self.dtype.itemsize
-        return self._tokens[start : start + int(self.sizes[number])]
+        return self.read(start, start + int(self.sizes[number]))
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, path: Path) -> None:
@@ -295,7 +319,7 @@ def merge(prefixes: Sequence[str | Path], output: str | Path) -> None:
     with bin_path(partial).open("wb") as file:
         for part in parts:
             for start in range(0, part.token_count, CHUNK):
-                file.write(part.read(start, start + CHUNK).data)
+                file.write(part.read(start, min(start + CHUNK, part.token_count)).data)
         file.flush()
         os.fsync(file.fileno())
 

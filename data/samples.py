@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import DataError
-from data.indexed import IndexedDataset, bin_path
+from data.indexed import FlatFile, IndexedDataset, bin_path
 from data.order import CACHE_FROM_DOCUMENTS, EpochOrder
 from data.permutation import Permutation, derive_key
 
@@ -88,7 +88,7 @@ class TokenSamples:
             tokens[filled : filled + take] = self.dataset.read(start, start + take)
             owners[filled : filled + take] = index
             if is_target is not None and self._mask is not None:
-                is_target[filled : filled + take] = self._mask[start : start + take]
+                is_target[filled : filled + take] = self._mask.read(start, start + take)
             filled += take
         return Sample(tokens, owners, is_target)
 
@@ -102,11 +102,15 @@ class TokenSamples:
         order, shuffle = self._order(epoch)
         if 2 * place >= self._length and self.dataset.document_count >= self._cache_from:
             self._build_ahead(epoch + 1)
-        start = int(shuffle(np.array([place]))[0]) * self.sequence_length
+        start = shuffle.at(place) * self.sequence_length
         first = int(np.searchsorted(order.starts, start, side="right")) - 1
         stop = int(np.searchsorted(order.starts, start + self.sequence_length + 1, side="left"))
         bounds = order.starts[first : stop + 1]
-        return start - int(bounds[0]), bounds, order.documents(np.arange(first, stop))
+        if stop - first < 6:  # then one by one is faster
+            documents = np.array([order.documents.at(index) for index in range(first, stop)])
+        else:
+            documents = order.documents(np.arange(first, stop))
+        return start - int(bounds[0]), bounds, documents
 
     def _order(self, epoch: int) -> tuple[EpochOrder, Permutation]:
         if epoch not in self._orders:
@@ -137,7 +141,7 @@ def mask_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.mask.bin")
 
 
-def target_mask(dataset: IndexedDataset) -> np.ndarray | None:
+def target_mask(dataset: IndexedDataset) -> FlatFile | None:
     """The uint8 mask of `dataset`, one a token, or None. Raises DataError where its size is wrong."""
     path = mask_path(dataset.prefix)
     if not path.is_file():
@@ -145,4 +149,4 @@ def target_mask(dataset: IndexedDataset) -> np.ndarray | None:
     found = path.stat().st_size
     if found != dataset.token_count:
         raise DataError(f"{path}: expected {dataset.token_count} bytes (one a token), found {found} bytes")
-    return np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
+    return FlatFile(path, np.dtype(np.uint8))

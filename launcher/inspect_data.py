@@ -73,7 +73,8 @@ def _describe(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> None:
     print(f"tokens      {dataset.token_count:,}")
     mask = target_mask(dataset)
     if mask is not None:
-        targets = sum(int(mask[first : first + CHUNK].sum()) for first in range(0, len(mask), CHUNK))
+        blocks = range(0, dataset.token_count, CHUNK)
+        targets = sum(int(mask.read(first, min(first + CHUNK, dataset.token_count)).sum()) for first in blocks)
         print(f"targets     {targets:,} ({targets / dataset.token_count:.1%}; the rest are prompts)")
     if tokenizer is None:
         print("tokenizer   none beside the data: give --tokenizer to see text")
