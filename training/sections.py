@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from model.configuration import Section
-from parallel.schedules import Schedule
+from parallel.schedules import Recompute, Schedule
 
 Count = Annotated[int, Field(gt=0)]
 """A whole number of at least 1."""
@@ -35,14 +35,6 @@ class Run(Section):
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the initial weights, the order of samples and dropout."""
-
-
-class Recompute(StrEnum):
-    """What is computed again in the backward pass instead of being kept."""
-
-    NONE = "none"
-    SUBLAYER = "sublayer"
-    BLOCK = "block"
 
 
 class Parallel(Section):

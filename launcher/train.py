@@ -1,0 +1,87 @@
+"""Train a model: `deepspeed [--num_gpus N] launcher/train.py CONFIG [section.key=value ...]`.
+
+Also under torchrun, srun (one task a device), mpirun, and as plain `python` for one process.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from parallel.environment import LaunchError, read_environment
+from training.configuration import ConfigurationError, check_world, load, to_yaml
+
+MISTAKE = 2
+
+EXAMPLES = """\
+examples:
+  python launcher/train.py configs/tiny.yaml                                    one process
+  deepspeed --num_gpus 2 launcher/train.py configs/tiny.yaml parallel.pipeline=2
+  deepspeed --num_gpus 8 launcher/train.py configs/7b.yaml batch.micro_batch_size=2 run.name=try
+  torchrun --nproc-per-node 4 launcher/train.py configs/tiny.yaml parallel.tensor=2
+  python launcher/train.py configs/7b.yaml --show                               the resolved configuration
+
+A second call with the same run.name goes on from the newest checkpoint of that run.
+What a run leaves: runs/NAME/{config.yaml,metrics.jsonl,status.json,tensorboard/,checkpoints/}.
+Exit status: 0 finished or stopped as asked, 1 failed, 2 a mistake in what was asked.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options; few, because torchrun takes script options that abbreviate its own."""
+    result = argparse.ArgumentParser(
+        prog="launcher/train.py",
+        description="Train a decoder-only transformer on one or many devices.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    result.add_argument("configuration", metavar="CONFIG", help="YAML file, such as configs/tiny.yaml")
+    result.add_argument("overrides", nargs="*", metavar="section.key=value", help="values on top of the file's")
+    result.add_argument("--show", action="store_true", help="print the resolved configuration and leave")
+    # The deepspeed command passes it; the environment says the same.
+    result.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+    return result
+
+
+def report(message: str, rank: int) -> int:
+    """Print the sentence once, from rank 0, and return the exit status of a mistake.
+
+    Launchers end all processes when one leaves: the others wait, so that rank 0 gets to speak.
+    """
+    if rank == 0:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(5)
+    return MISTAKE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check everything that can be checked, then train. Returns the exit status."""
+    arguments = parser().parse_args(argv)
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        environment = read_environment()
+        rank = environment.rank
+        configuration = load(arguments.configuration, arguments.overrides)
+        if arguments.show:
+            print(to_yaml(configuration), end="")
+            return 0
+        layout = check_world(configuration, environment.world_size)
+    except (LaunchError, ConfigurationError) as error:
+        return report(str(error), rank)
+
+    # Heavy imports only now: a mistake above is reported in a fraction of a second.
+    from training.start import StartError, open_everywhere, train
+
+    opened, data, error_text = open_everywhere(configuration, pin_memory=False)
+    if opened is None or data is None:
+        return report(str(error_text), rank)
+    try:
+        return train(opened, layout, environment, data)
+    except StartError as error:
+        return report(str(error), rank)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""One model on many devices: mesh, tensor-parallel layers, pipeline stages, engines."""

@@ -1,0 +1,142 @@
+"""Between an engine and a checkpoint: weights, moments and Adam's step out of the one and into the other.
+
+A process writes the fragments it owns and reads the ranges it needs, so the layout that reads need not be the one that
+wrote.
+"""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from parallel.engine import TrainingEngine
+from parallel.exchange import barrier, gather_json
+from parallel.fragments import Fragment, adam_step, set_adam_step
+from parallel.plan import ParameterSlice
+from training.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    Manifest,
+    Piece,
+    RankFile,
+    partial_folder,
+    publish,
+    write_rank_file,
+)
+from training.checkpoint_manifest import Entry, box_size
+
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+
+
+def _true_length(part: ParameterSlice, offset: int, length: int) -> int:
+    """Elements of a fragment that are no padding rows; padding stands at the end of a slice."""
+    return max(0, min(length, box_size(part.box) - offset))
+
+
+def _pieces(fragments: Iterator[Fragment]) -> Iterator[Piece]:
+    for fragment in fragments:
+        part = fragment.slice
+        length = _true_length(part, fragment.offset, fragment.weight.numel())
+        if not fragment.saved_here or not length:
+            continue
+        for kind in KINDS:
+            tensor = getattr(fragment, kind).detach()[:length]
+            yield Piece(part.name, kind, part.global_shape, part.box, fragment.offset, tensor)
+
+
+def _rank_file_from_json(value: dict) -> RankFile:
+    return RankFile(value["name"], value["size"], value["checksum"], tuple(map(Entry.from_json, value["entries"])))
+
+
+def _write_together(folder: Path, rank: int, pieces: list[Piece]) -> tuple[list[RankFile] | None, str | None]:
+    """Every process writes its file; rank 0 gets all of them, every process the first error (or None)."""
+    rank_file, error = None, None
+    try:
+        rank_file = write_rank_file(folder, rank, pieces) if pieces else None
+    except OSError as failure:
+        error = f"{folder}: {failure.strerror or failure}"
+    gathered = gather_json({"file": asdict(rank_file) if rank_file else None, "error": error})
+    errors = [reply["error"] for reply in gathered if reply["error"]]
+    files = [_rank_file_from_json(reply["file"]) for reply in gathered if reply["file"]]
+    return files, errors[0] if errors else None
+
+
+def save_engine(engine: TrainingEngine, checkpoints: Path, manifest: Manifest) -> str | None:
+    """Write a checkpoint of the engine's state with what else `manifest` says. Collective.
+
+    Returns None, or one sentence where a file could not be written: then nothing has appeared and older checkpoints are
+    as they were.
+    """
+    rank = engine.mesh.rank
+    folder = partial_folder(checkpoints, manifest.step, manifest.attempt)
+    files, error = _write_together(folder, rank, list(_pieces(engine.fragments())))
+    if error is None and rank == 0:
+        try:
+            publish(checkpoints, folder, manifest, files or [])
+        except (OSError, CheckpointError) as failure:
+            error = str(failure)
+    error = gather_json(error)[0]
+    if error is not None and rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    barrier()
+    return error
+
+
+def restore_engine(engine: TrainingEngine, checkpoint: Checkpoint) -> None:
+    """Overwrite weights, and moments and Adam's step where the checkpoint has them. Collective.
+
+    Raises `CheckpointError` where a parameter is missing or has another shape.
+    """
+    kinds = KINDS if "exp_avg" in checkpoint.kinds() else KINDS[:1]
+    for fragment in engine.fragments():
+        part = fragment.slice
+        length = _true_length(part, fragment.offset, fragment.weight.numel())
+        if checkpoint.shape(part.name) != part.global_shape:
+            raise CheckpointError(
+                f"{checkpoint.path}: {part.name} has shape {list(checkpoint.shape(part.name))}, "
+                f"the model's has {list(part.global_shape)}"
+            )
+        with torch.no_grad():
+            for kind in kinds:
+                target = getattr(fragment, kind)
+                target[length:].zero_()
+                target[:length].copy_(checkpoint.read_range(part.name, kind, part.box, fragment.offset, length))
+    set_adam_step(engine.engine, checkpoint.manifest.adam_step or 0)
+    engine.weights_were_overwritten()
+
+
+def engine_adam_step(engine: TrainingEngine) -> int:
+    """Updates that AdamW has made so far."""
+    return adam_step(engine.engine)
+
+
+def dump_gradients(engine: TrainingEngine, folder: Path, step: int, scale: float = 1.0) -> None:
+    """Write the whole gradient of this step, by global name, to `folder`/step_00000001.safetensors. Collective.
+
+    To be called before the update (`before_update`): gradients are reduced and not yet clipped. `scale` is the loss scale
+    that they still carry.
+    """
+    rank = engine.mesh.rank
+    saved = {fragment.slice.name for fragment in engine.fragments() if fragment.saved_here}
+    pieces = []
+    for parameter, offset, gradient in engine.gradients():
+        part: ParameterSlice = parameter.slice  # type: ignore[attr-defined]
+        length = _true_length(part, offset, gradient.numel())
+        if not length or part.name not in saved:
+            continue
+        value = gradient.detach()[:length].float() / scale
+        pieces.append(Piece(part.name, "weight", part.global_shape, part.box, offset, value))
+    partial = folder / f".step_{step:08d}.partial"
+    files, error = _write_together(partial, rank, pieces)
+    if error is not None:
+        raise CheckpointError(error)
+    if rank == 0:
+        manifest = Manifest(run_id="gradients", step=step).with_files(files or [])
+        whole = Checkpoint(partial, manifest)
+        save_file({name: whole.read(name) for name in whole.names()}, folder / f"step_{step:08d}.safetensors")
+        whole.close()
+        shutil.rmtree(partial)
+    barrier()

@@ -1,0 +1,193 @@
+"""From a checked configuration to a run under way, and from any end of it to an exit status."""
+
+import os
+import sys
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from data.errors import DataError
+from parallel.device import initialize_distributed
+from parallel.environment import Environment
+from parallel.exchange import gather_json
+from training.checkpoint import Checkpoint, CheckpointError, newest_sound, remove_leftovers
+from training.configuration import ConfigurationError, Layout, RunConfiguration, to_yaml
+from training.engine_state import restore_engine
+from training.monitor import Monitor
+from training.setup import RunData, build, checkpoints_folder, open_data
+from training.status import State, claim
+from training.trainer import Progress, Trainer, TrainingFailure
+
+FINISHED, FAILED, MISTAKE = 0, 1, 2
+"""Exit status of a run that finished or stopped as asked, of one that failed, and of a user's mistake."""
+
+
+class StartError(Exception):
+    """The run cannot start as it was asked to: one sentence."""
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """What a run goes on from; the same on every process."""
+
+    run_id: str
+    attempt: int
+    checkpoint: Path | None
+    own: bool
+    """Whether the checkpoint is of this run, so that steps and samples count on."""
+    reports: list[str]
+    """A sentence for each damaged or incomplete checkpoint that was passed over."""
+
+
+def train(configuration: RunConfiguration, layout: Layout, environment: Environment, data: RunData) -> int:
+    """Run to the end or to a stop and return the exit status. Collective: every process of the world calls it."""
+    device = initialize_distributed(environment)
+    torch.manual_seed(configuration.run.seed)
+    start = _agree_on_start(configuration, environment)
+    checkpoint = Checkpoint.open(start.checkpoint, verify=False) if start.checkpoint else None
+    progress = _progress(checkpoint, start)
+    stage, engine = build(configuration, layout, device)
+    if checkpoint is not None:
+        restore_engine(engine, checkpoint)
+        checkpoint.close()
+    monitor = Monitor(
+        Path(configuration.run.output_dir),
+        rank=environment.rank,
+        resume_step=progress.step,
+        total_steps=configuration.training.steps,
+        run_id=start.run_id,
+        attempt=start.attempt,
+        tensorboard=configuration.monitor.tensorboard,
+    )
+    for report in start.reports:
+        monitor.say(f"warning: {report}")
+    monitor.say(_banner(configuration, layout, start, progress))
+    trainer = Trainer(configuration, layout, data, stage, engine, monitor, start.run_id, start.attempt, progress)
+    try:
+        state = trainer.run()
+    except TrainingFailure as failure:
+        monitor.status(State.FAILED, progress.step, str(failure), environment.rank)
+        if environment.rank == 0:
+            print(f"error: {failure}", file=sys.stderr, flush=True)
+        return FAILED
+    except BaseException as failure:
+        monitor.status(State.FAILED, progress.step, f"{type(failure).__name__}: {failure}", environment.rank)
+        raise
+    monitor.status(State(state), progress.step)
+    monitor.say(f"{state} after step {progress.step} of {configuration.training.steps}: {configuration.run.output_dir}")
+    monitor.close()
+    return FINISHED
+
+
+def _agree_on_start(configuration: RunConfiguration, environment: Environment) -> StartingPoint:
+    """Rank 0 looks at the run folder, claims it and writes the configuration; all take its word.
+
+    Raises `StartError` on every process alike.
+    """
+    answer: dict[str, object] = {}
+    if environment.rank == 0:
+        try:
+            answer = _look_and_claim(configuration)
+        except (StartError, CheckpointError, OSError) as error:
+            answer = {"error": str(error)}
+    answer = gather_json(answer)[0]
+    if "error" in answer:
+        raise StartError(str(answer["error"]))
+    path = answer.pop("checkpoint")
+    return StartingPoint(checkpoint=Path(str(path)) if path else None, **answer)  # type: ignore[arg-type]
+
+
+def _look_and_claim(configuration: RunConfiguration) -> dict[str, object]:
+    run_dir, resume = Path(configuration.run.output_dir), configuration.checkpoint.resume
+    checkpoints = checkpoints_folder(configuration)
+    has_run = run_dir.exists() and (run_dir / "config.yaml").exists()
+    if resume == "never" and has_run:
+        raise StartError(
+            f"checkpoint.resume is never and {run_dir} holds a run already: choose another run.name, or remove the folder"
+        )
+    newest, reports = newest_sound(checkpoints)
+    own = newest is not None
+    if newest is None and resume not in ("auto", "never"):
+        from training.checkpoint import find
+
+        newest = find(resume)
+    manifest = Checkpoint.open(newest, verify=False).manifest if newest else None
+    if manifest is not None:
+        check_same_model(configuration, manifest.model, newest)  # type: ignore[arg-type]
+    run_id = manifest.run_id if manifest is not None and own else _run_id(run_dir)
+    attempt = claim(run_dir)
+    remove_leftovers(checkpoints, attempt)
+    temporary = run_dir / ".config.yaml"
+    temporary.write_text(to_yaml(configuration))
+    os.replace(temporary, run_dir / "config.yaml")
+    return {
+        "run_id": run_id,
+        "attempt": attempt,
+        "checkpoint": str(newest) if newest else None,
+        "own": own,
+        "reports": reports,
+    }
+
+
+def _run_id(run_dir: Path) -> str:
+    """The id of the run in this folder, made at its first start: a run killed before its first save keeps it."""
+    path = run_dir / ".run_id"
+    if not path.exists():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path.write_text(uuid.uuid4().hex)
+    return path.read_text().strip()
+
+
+# Keys of the model section that say what the weights are; the rest (dropout, z_loss, init_std) may change on resume.
+WEIGHT_KEYS = (
+    "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size", "activation", "norm",
+    "norm_eps", "rope_theta", "rope_scaling", "tie_embeddings", "qk_norm", "vocab_size",
+)  # fmt: skip
+
+
+def check_same_model(configuration: RunConfiguration, saved: dict[str, object], path: Path) -> None:
+    """Refuse to load weights of another model: `StartError` names the first key that differs."""
+    mine = configuration.model.model_dump(mode="json")
+    for key in WEIGHT_KEYS:
+        if key in saved and saved[key] != mine[key]:
+            raise StartError(f"model.{key} is {mine[key]}, but the checkpoint {path} was written with {saved[key]}")
+
+
+def _progress(checkpoint: Checkpoint | None, start: StartingPoint) -> Progress:
+    """Where the run stands: what the checkpoint says, or the beginning where it has weights alone."""
+    if checkpoint is None:
+        return Progress()
+    manifest = checkpoint.manifest
+    if "exp_avg" not in checkpoint.kinds():
+        return Progress()
+    return Progress(
+        step=manifest.step,
+        samples=manifest.samples,
+        tokens=manifest.tokens,
+        skipped=int(manifest.counters.get("skipped", 0)),
+        skipped_in_a_row=int(manifest.counters.get("skipped_in_a_row", 0)),
+        best_validation=manifest.best_validation,
+        validation=manifest.validation,
+    )
+
+
+def _banner(configuration: RunConfiguration, layout: Layout, start: StartingPoint, progress: Progress) -> str:
+    model = configuration.model
+    origin = f"resuming {start.checkpoint} at step {progress.step}" if start.checkpoint else "from the beginning"
+    return (
+        f"{configuration.run.name}: {model.num_layers} blocks of {model.hidden_size}, pipeline {layout.pipeline} x tensor "
+        f"{layout.tensor} x data {layout.data}, {layout.micro_batches} micro-batches, "
+        f"{configuration.precision.dtype.value}, {origin}"
+    )
+
+
+def open_everywhere(
+    configuration: RunConfiguration, pin_memory: bool
+) -> tuple[RunConfiguration | None, RunData | None, str | None]:
+    """Open the data on this process: (configuration with its vocabulary, data, None) or (None, None, what is wrong)."""
+    try:
+        return *open_data(configuration, pin_memory), None
+    except (ConfigurationError, DataError) as error:
+        return None, None, str(error)
