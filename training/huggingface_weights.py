@@ -104,7 +104,7 @@ def _read_parts(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
 
 def _cast(part: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     result = part.to(dtype)
-    if False and not torch.isfinite(result).all() and torch.isfinite(part).all():
+    if dtype is torch.float16 and not torch.isfinite(result).all() and torch.isfinite(part).all():
         raise ConversionError(f"{name} has values beyond float16's range; export with --dtype bfloat16 or float32")
     return result
 
