@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Heavy imports only now: a mistake above is reported in a fraction of a second.
     from training.start import StartError, open_everywhere, train
 
-    opened, data, error_text = open_everywhere(configuration, pin_memory=False)
+    opened, data, error_text = open_everywhere(configuration)
     if opened is None or data is None:
         return report(str(error_text), rank)
     try:

@@ -37,6 +37,11 @@ def initialize_distributed(environment: Environment, timeout: timedelta = timede
     return torch.device(accelerator.current_device_name())
 
 
+def pins_memory() -> bool:
+    """Whether batches go into page-locked host memory, from which a GPU copies without waiting."""
+    return torch.cuda.is_available()
+
+
 def synchronize() -> None:
     """Wait until the accelerator has done what was asked of it; nothing on a CPU."""
     from deepspeed.accelerator import get_accelerator

@@ -68,8 +68,8 @@ def _slurm_address(variables: Mapping[str, str], world_size: int) -> str:
     if variables.get("SLURM_NNODES", "1") == "1" or world_size == 1:
         return "127.0.0.1"
     raise LaunchError(
-        "MASTER_ADDR is not set in a Slurm step over "
-        f"{variables['SLURM_NNODES']} nodes: use slurm/train.sbatch, or export MASTER_ADDR=$(scontrol show hostnames | head -n 1)"
+        f"MASTER_ADDR is not set in a Slurm step over {variables['SLURM_NNODES']} nodes: use slurm/train.sbatch, "
+        "or export MASTER_ADDR=$(scontrol show hostnames | head -n 1)"
     )
 
 

@@ -6,6 +6,7 @@ every parameter once (replicated ones have one owner). Checkpoints are written f
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -51,7 +52,7 @@ def _torch_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
 
 
 def prepare_optimizer_state(engine: DeepSpeedEngine) -> None:
-    """Give every flat parameter the state that AdamW makes at its first step, so that it can be read and written before."""
+    """Give every flat parameter the state that AdamW makes at its first step, so that it can be read before."""
     optimizer = _torch_optimizer(engine)
     for tensor in flat_parameters(engine):
         state = optimizer.state[tensor]
@@ -112,7 +113,7 @@ def owned_fragments(engine: DeepSpeedEngine, mesh: Mesh) -> Iterator[Fragment]:
             )
 
 
-def _stage3_fragments(parameter: nn.Parameter, part: ParameterSlice, saved: bool) -> Iterator[Fragment]:
+def _stage3_fragments(parameter: Any, part: ParameterSlice, saved: bool) -> Iterator[Fragment]:
     """ZeRO 3: each data-parallel process holds an equal range of the flattened parameter, the last one padded."""
     from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 

@@ -43,7 +43,7 @@ class _DividedCrossEntropy(Function):
         return nll.sum(), log_z.square().sum()
 
     @staticmethod
-    def backward(ctx: Any, nll_gradient: Tensor, z_gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, nll_gradient: Tensor, z_gradient: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, local, elsewhere, counted, log_z = ctx.saved_tensors
         of_softmax = torch.where(counted, nll_gradient + 2.0 * z_gradient * log_z, 0.0)
         of_target = torch.where(counted & ~elsewhere, -nll_gradient, 0.0)
@@ -55,11 +55,11 @@ class _DividedCrossEntropy(Function):
 def cross_entropy_sum(
     logits: Tensor, targets: Tensor, mesh: Mesh | None, first_id: int, with_z: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum the losses of all targets, and, if asked, of the squared log denominators (z-loss, arXiv 2204.02311 section 5).
+    """Sum the losses of all targets and, if asked, the squared log denominators (z-loss, arXiv 2204.02311 section 5).
 
     `logits` [b, s, local vocabulary] are the scores of the token ids from `first_id` on (minus infinity for padding),
-    `targets` [b, s] are global ids or -100. Both results are float32 scalars, the same on every tensor-parallel process, in
-    nats; the second is None unless `with_z`. Where all targets are -100 both are 0 and so is the gradient.
+    `targets` [b, s] are global ids or -100. Both results are float32 scalars in nats, the same on every tensor-parallel
+    process; the second is None unless `with_z`. Where all targets are -100 both are 0 and so is the gradient.
     """
     flat = logits.float().view(-1, logits.shape[-1])
     if mesh is None or mesh.tensor == 1:

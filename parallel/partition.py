@@ -10,10 +10,10 @@ class PartitionError(Exception):
 def partition_blocks(
     num_blocks: int, num_stages: int, block_cost: float = 1.0, first_cost: float = 0.0, last_cost: float = 0.0
 ) -> list[int]:
-    """Return the number of blocks of each stage, at least one each, such that the largest cost of a stage is least.
+    """Return the number of blocks of each stage, at least one each, so that the largest cost of a stage is least.
 
-    The first stage also bears `first_cost` (the embedding), the last one `last_cost` (final norm, head and loss), in the
-    unit of `block_cost`. Among equal maxima the counts are as even as can be; the remainder goes to the earlier of
+    The first stage also bears `first_cost` (the embedding), the last one `last_cost` (final norm, head and loss), in
+    the unit of `block_cost`. Among equal maxima the counts are as even as can be; the remainder goes to the earlier of
     the stages that are not the ends, since they bear blocks only.
 
     Raises `PartitionError` where there are more stages than blocks.

@@ -1,7 +1,7 @@
 """The plan: how each weight of the model is divided among tensor-parallel processes, and its application.
 
-`apply_plan` takes a plain `model.block.Block`, puts the tensor-parallel twins in the places of its linear layers and sets the
-block's hooks. There is no second model: what is not named here is what `model/` says.
+`apply_plan` takes a plain `model.block.Block`, puts the tensor-parallel twins in the places of its linear layers and
+sets the block's hooks. There is no second model: what is not named here is what `model/` says.
 """
 
 from collections.abc import Callable
@@ -98,7 +98,7 @@ def apply_plan(block: Block, mesh: Mesh, sequence_parallel: bool) -> Block:
         return block
     twins = {Style.COLUMN: ColumnParallelLinear, Style.ROW: RowParallelLinear}
     for name, linear in list(block.named_modules()):
-        twin = twins.get(STYLES.get(name, Style.REPLICATED))  # type: ignore[arg-type]
+        twin = twins.get(STYLES.get(name, Style.REPLICATED))
         if twin is None:
             continue
         linear = cast(nn.Linear, linear)

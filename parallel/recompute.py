@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from model.block import Block
 from parallel.schedules import Recompute
 
-
 recomputed: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 """Call a function and keep only its inputs for the backward pass."""
 

@@ -117,13 +117,14 @@ class EmbeddingLayer(VocabularyParallelEmbedding):
 class HeadLayer(EmbeddingLayer):
     """Normed hidden states to the scores of this process's token ids; the last pipeline layer of an untied model."""
 
-    def forward(self, inputs: Carried) -> Tensor:  # type: ignore[override]
+    def forward(self, inputs: Carried) -> Tensor:
         """Scores [b, s, local vocabulary]."""
         return self.logits(inputs[0] if isinstance(inputs, tuple) else inputs)
 
 
-def tied_head(embedding: EmbeddingLayer, inputs: Carried) -> Tensor:
+def tied_head(embedding: nn.Module, inputs: Carried) -> Tensor:
     """The embedding's other use, as the head of a tied model."""
+    assert isinstance(embedding, EmbeddingLayer)
     return embedding.logits(inputs[0] if isinstance(inputs, tuple) else inputs)
 
 

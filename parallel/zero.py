@@ -47,8 +47,8 @@ def deepspeed_configuration(settings: EngineSettings, on_cpu: bool) -> dict[str,
         # Ours is torch's own fused AdamW: nothing is compiled at first use.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        # By default stages send each other slices of the activations and join them again over the tensor group, which is
-        # wrong where the tensor-parallel processes hold different parts of the sequence (and impossible for dualpipev).
+        # By default stages send each other slices of the activations and join them again over the tensor group: wrong
+        # where the tensor-parallel processes hold different parts of the sequence, and impossible for dualpipev.
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
         "steps_per_print": None,
         "wall_clock_breakdown": False,

@@ -116,8 +116,8 @@ def engine_adam_step(engine: TrainingEngine) -> int:
 def dump_gradients(engine: TrainingEngine, folder: Path, step: int, scale: float = 1.0) -> None:
     """Write the whole gradient of this step, by global name, to `folder`/step_00000001.safetensors. Collective.
 
-    To be called before the update (`before_update`): gradients are reduced and not yet clipped. `scale` is the loss scale
-    that they still carry.
+    To be called before the update (`before_update`): gradients are reduced and not yet clipped. `scale` is the loss
+    scale that they still carry.
     """
     rank = engine.mesh.rank
     saved = {fragment.slice.name for fragment in engine.fragments() if fragment.saved_here}

@@ -47,9 +47,9 @@ class Evaluator:
         self.token_bytes = token_bytes
 
     def __call__(self, data: ValidationData, windows: int | None = None) -> ValidationResult:
-        """Evaluate `windows` windows spread over `data` (None: all). Collective. Training goes on as if it had not been.
+        """Evaluate `windows` windows spread over `data` (None: all). Collective.
 
-        The result stands on rank 0 and wherever data is read.
+        Training goes on as if it had not been. The result stands on rank 0 and wherever data is read.
         """
         mesh = self.stage.mesh
         numbers = data.windows(None if windows is None else min(windows, len(data)))

@@ -1,7 +1,7 @@
 """Which samples each process computes, and the micro-batches made of them, one step ahead of the engine.
 
-Sample numbers are global: step n takes the next `global_batch_size` numbers, micro-batch k of data-parallel process d the
-slice k x data + d of them. So no layout changes what a step sees, and every process of one pipeline reads the same.
+Sample numbers are global: step n takes the next `global_batch_size` numbers, micro-batch k of data-parallel process d
+the slice k x data + d of them. So no layout changes what a step sees, and every process of one pipeline reads the same.
 """
 
 import time

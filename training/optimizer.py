@@ -20,7 +20,7 @@ def parameter_groups(parameters: Sequence[nn.Parameter], weight_decay: float) ->
 
 
 def make_adamw(section: Optimizer, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """Build torch's fused AdamW (arXiv 1711.05101); nothing is compiled at first use. The loop sets the learning rate."""
+    """Build torch's fused AdamW (arXiv 1711.05101), which compiles nothing. The loop sets the learning rate."""
     return torch.optim.AdamW(
         parameter_groups(parameters, section.weight_decay),
         lr=section.learning_rate,

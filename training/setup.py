@@ -1,7 +1,8 @@
-"""Everything a run is made of, built in order: tokenizer and data, mesh, engine; each mistake found before the next step."""
+"""Everything a run is made of, built in order: tokenizer and data, mesh, engine."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from parallel.stages import StageSettings
 from parallel.zero import EngineSettings
 from training.configuration import ConfigurationError, Dtype, Layout, RunConfiguration, with_vocabulary
 from training.optimizer import optimizer_factory
-
 
 TORCH_DTYPES = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16}
 
@@ -45,7 +45,7 @@ def open_data(configuration: RunConfiguration, pin_memory: bool = False) -> tupl
         configuration = with_vocabulary(configuration, tokenizer.vocab_size)
     elif configuration.model.vocab_size is None:
         raise ConfigurationError("model.vocab_size is not given, and neither is data.tokenizer, which would tell it")
-    common = {
+    common: dict[str, Any] = {
         "sequence_length": batch.sequence_length,
         "end_of_document": tokenizer.end_of_document if tokenizer is not None else None,
         "document_mask": section.document_mask,

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from data.errors import DataError
-from parallel.device import initialize_distributed
+from parallel.device import initialize_distributed, pins_memory
 from parallel.environment import Environment
 from parallel.exchange import gather_json
-from training.checkpoint import Checkpoint, CheckpointError, newest_sound, remove_leftovers
+from training.checkpoint import Checkpoint, CheckpointError, find, newest_sound, remove_leftovers
 from training.configuration import ConfigurationError, Layout, RunConfiguration, to_yaml
 from training.engine_state import restore_engine
 from training.monitor import Monitor
@@ -105,13 +105,11 @@ def _look_and_claim(configuration: RunConfiguration) -> dict[str, object]:
     has_run = run_dir.exists() and (run_dir / "config.yaml").exists()
     if resume == "never" and has_run:
         raise StartError(
-            f"checkpoint.resume is never and {run_dir} holds a run already: choose another run.name, or remove the folder"
+            f"checkpoint.resume is never and {run_dir} holds a run already: choose another run.name or remove it"
         )
     newest, reports = newest_sound(checkpoints)
     own = newest is not None
     if newest is None and resume not in ("auto", "never"):
-        from training.checkpoint import find
-
         newest = find(resume)
     manifest = Checkpoint.open(newest, verify=False).manifest if newest else None
     if manifest is not None:
@@ -177,17 +175,17 @@ def _banner(configuration: RunConfiguration, layout: Layout, start: StartingPoin
     model = configuration.model
     origin = f"resuming {start.checkpoint} at step {progress.step}" if start.checkpoint else "from the beginning"
     return (
-        f"{configuration.run.name}: {model.num_layers} blocks of {model.hidden_size}, pipeline {layout.pipeline} x tensor "
-        f"{layout.tensor} x data {layout.data}, {layout.micro_batches} micro-batches, "
+        f"{configuration.run.name}: {model.num_layers} blocks of {model.hidden_size}, pipeline {layout.pipeline} "
+        f"x tensor {layout.tensor} x data {layout.data}, {layout.micro_batches} micro-batches, "
         f"{configuration.precision.dtype.value}, {origin}"
     )
 
 
 def open_everywhere(
-    configuration: RunConfiguration, pin_memory: bool
+    configuration: RunConfiguration,
 ) -> tuple[RunConfiguration | None, RunData | None, str | None]:
     """Open the data on this process: (configuration with its vocabulary, data, None) or (None, None, what is wrong)."""
     try:
-        return *open_data(configuration, pin_memory), None
+        return *open_data(configuration, pin_memory=pins_memory()), None
     except (ConfigurationError, DataError) as error:
         return None, None, str(error)

@@ -80,7 +80,7 @@ class Trainer:
         self.saved_step = progress.step
 
     def run(self) -> str:
-        """Train to the last step and return the state the run ends in: `finished`, or `stopped` before the last step."""
+        """Train and return the state the run ends in: `finished`, or `stopped` before the last step."""
         training = self.configuration.training
         last = min(training.steps, training.stop_after or training.steps)
         while self.progress.step < last:
@@ -124,8 +124,8 @@ class Trainer:
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
         if progress.skipped_in_a_row >= limit:
             raise TrainingFailure(
-                f"{limit} steps in a row (to step {progress.step}) were skipped because a loss or gradient was not finite: "
-                "the weights are those of the step before them"
+                f"{limit} steps in a row (to step {progress.step}) were skipped because a loss or gradient was not "
+                "finite: the weights are those of the step before them"
             )
 
     def _log(self, result: StepResult, rate: float, started: float) -> None:
