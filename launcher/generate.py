@@ -24,7 +24,8 @@ SERVING = """
 To serve a model to many users, export it and give the folder to vLLM:
 
     python launcher/convert.py to-hf runs/tiny exported --dtype bfloat16
-    vllm serve exported
+    vllm serve exported                                 swiglu and relu2 models
+    vllm serve exported --model-impl transformers       gelu and geglu models, which vLLM has no kernels of its own for
 
 The text goes to standard output as it comes, after the prompt; everything else goes to standard error.
 """

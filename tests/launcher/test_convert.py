@@ -142,6 +142,9 @@ def test_the_exported_tokenizer_gives_the_same_ids(tmp_path: Path) -> None:
     for text in [*DIFFICULT_TEXTS, *files]:
         assert theirs(text)["input_ids"] == ours.encode(text), text[:50]
         assert theirs.decode(ours.encode(text)) == text
+    exported = load_tokenizer(tmp_path / "out" / "tokenizer.json")  # and so do bits per byte after a way there and back
+    assert exported.token_bytes().tolist() == ours.token_bytes().tolist()
+    assert exported.end_of_document == ours.end_of_document
 
 
 def test_a_tokenizer_that_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

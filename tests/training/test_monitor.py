@@ -85,6 +85,19 @@ def test_one_event_file_a_segment_and_none_from_other_ranks(tmp_path: Path) -> N
     assert not list((tmp_path / "tensorboard").glob(".*"))
 
 
+def test_files_begun_within_one_second_are_read_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quick restarts, and process numbers that fall: the names must still rise."""
+    monkeypatch.setattr("training.event_file.time.time", lambda: 1000.5)
+    written = []
+    for attempt, pid in enumerate((900, 80, 7, 10000)):
+        monkeypatch.setattr("training.event_file.os.getpid", lambda pid=pid: pid)
+        run = monitor(tmp_path, attempt)
+        train(run, attempt + 1, attempt + 1, 1.0)
+        assert run._events is not None
+        written.append(run._events.path)
+    assert event_files(tmp_path / "tensorboard") == written
+
+
 def test_without_tensorboard_there_is_no_event_file(tmp_path: Path) -> None:
     train(monitor(tmp_path, tensorboard=False), 1, 2, 1.0)
     assert not (tmp_path / "tensorboard").exists() and len(lines(tmp_path)) == 2
