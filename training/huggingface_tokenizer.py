@@ -21,6 +21,9 @@ COMPANIONS = (CONFIG, "special_tokens_map.json", "chat_template.jinja", "added_t
 UNIGRAM, BPE = 1, 2
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
+NEVER = -1e6
+"""A unigram score so low that a piece is never chosen."""
+
 DIFFICULT_TEXTS = (
     "",
     " ",
@@ -116,7 +119,9 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
             "merges": merges,
         }
     else:
-        vocabulary = [[text, piece.score] for text, piece in zip(texts, proto.pieces, strict=True)]
+        # No text is cut into control or byte pieces; there, only their scores can say so.
+        scores = [piece.score if piece.type == NORMAL else NEVER for piece in proto.pieces]
+        vocabulary = [[text, score] for text, score in zip(texts, scores, strict=True)]
         model = {"type": "Unigram", "unk_id": unknown, "vocab": vocabulary, "byte_fallback": byte_fallback}
     rewriting: list[dict[str, Any]] = []
     decoders: list[dict[str, Any]] = [{"type": "ByteFallback"}, {"type": "Fuse"}]

@@ -12,12 +12,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from data.tokenizer import load_tokenizer
 from launcher import convert
 from model.configuration import ModelConfiguration
-from tests.launcher.tiny_models import STDLIB, VOCABULARY, configuration, random_model, read_json, save_run
+from tests.launcher.tiny_models import VOCABULARY, configuration, random_model, read_json, save_run
 from training import checkpoint
-from training.huggingface_tokenizer import DIFFICULT_TEXTS
 from training.loading import load_model, open_checkpoint
 
 LLAMA3 = {
@@ -130,31 +128,6 @@ def test_values_beyond_float16_are_refused(tmp_path: Path, capsys: pytest.Captur
     assert convert.main(["to-hf", str(run), str(tmp_path / "out"), "--dtype", "float16"]) == 2
     assert "head.weight has values beyond float16's range" in capsys.readouterr().err
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
-
-
-def test_the_exported_tokenizer_gives_the_same_ids(tmp_path: Path) -> None:
-    run = save_run(tmp_path / "run", random_model(configuration()))
-    to_hf(run, tmp_path / "out")
-    ours = load_tokenizer(tmp_path / "corpus" / "tokenizer.model")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert theirs.eos_token_id == ours.end_of_document == read_json(tmp_path / "out" / "config.json")["eos_token_id"]
-    files = [path.read_text() for path in sorted((STDLIB / "email").glob("*.py"))]
-    for text in [*DIFFICULT_TEXTS, *files]:
-        assert theirs(text)["input_ids"] == ours.encode(text), text[:50]
-        assert theirs.decode(ours.encode(text)) == text
-    exported = load_tokenizer(tmp_path / "out" / "tokenizer.json")  # and so do bits per byte after a way there and back
-    assert exported.token_bytes().tolist() == ours.token_bytes().tolist()
-    assert exported.end_of_document == ours.end_of_document
-
-
-def test_a_tokenizer_that_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fault planted: merges in another order."""
-    from training import huggingface_tokenizer
-
-    real = huggingface_tokenizer._merges
-    monkeypatch.setattr(huggingface_tokenizer, "_merges", lambda pieces: real(pieces)[::-1])
-    run = save_run(tmp_path / "run", random_model(configuration()))
-    assert convert.main(["to-hf", str(run), str(tmp_path / "out")]) == 2
 
 
 # From Hugging Face
