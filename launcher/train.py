@@ -72,13 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report(str(error), rank)
 
     # Heavy imports only now: a mistake above is reported in a fraction of a second.
-    from training.start import StartError, open_everywhere, train
+    from training.start import StartError, train
 
-    opened, data, error_text = open_everywhere(configuration)
-    if opened is None or data is None:
-        return report(str(error_text), rank)
     try:
-        return train(opened, layout, environment, data)
+        return train(configuration, layout, environment)
     except StartError as error:
         return report(str(error), rank)
 

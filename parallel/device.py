@@ -11,6 +11,9 @@ from parallel.environment import Environment
 
 # DeepSpeed reports through this logger at INFO what its configuration says anyway; a user reads warnings only.
 os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
+if not torch.accelerator.is_available():
+    # It would find the CPU by itself, and say so once a process.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def initialize_distributed(environment: Environment, timeout: timedelta = timedelta(minutes=30)) -> torch.device:

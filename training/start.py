@@ -41,9 +41,20 @@ class StartingPoint:
     """A sentence for each damaged or incomplete checkpoint that was passed over."""
 
 
-def train(configuration: RunConfiguration, layout: Layout, environment: Environment, data: RunData) -> int:
-    """Run to the end or to a stop and return the exit status. Collective: every process of the world calls it."""
+def train(configuration: RunConfiguration, layout: Layout, environment: Environment) -> int:
+    """Run to the end or to a stop and return the exit status. Collective: every process of the world calls it.
+
+    Raises `StartError` on every process where the data of one cannot be opened, or the run cannot start as asked.
+    """
+    opened, mistake = _open_here(configuration)
+    if mistake is not None and environment.rank == 0:
+        raise StartError(mistake)  # without waiting for the others, who have most likely found the same
     device = initialize_distributed(environment)
+    # A file may be missing on one node only: then that process's sentence is everybody's.
+    if mistakes := [found for found in gather_json(mistake) if found]:
+        raise StartError(mistakes[0])
+    assert opened is not None
+    configuration, data = opened
     torch.manual_seed(configuration.run.seed)
     start = _agree_on_start(configuration, environment)
     checkpoint = Checkpoint.open(start.checkpoint, verify=False) if start.checkpoint else None
@@ -181,11 +192,9 @@ def _banner(configuration: RunConfiguration, layout: Layout, start: StartingPoin
     )
 
 
-def open_everywhere(
-    configuration: RunConfiguration,
-) -> tuple[RunConfiguration | None, RunData | None, str | None]:
-    """Open the data on this process: (configuration with its vocabulary, data, None) or (None, None, what is wrong)."""
+def _open_here(configuration: RunConfiguration) -> tuple[tuple[RunConfiguration, RunData] | None, str | None]:
+    """Open the data on this process: (configuration with its vocabulary, data), or one sentence on what is wrong."""
     try:
-        return *open_data(configuration, pin_memory=pins_memory()), None
+        return open_data(configuration, pin_memory=pins_memory()), None
     except (ConfigurationError, DataError) as error:
-        return None, None, str(error)
+        return None, str(error)
