@@ -49,7 +49,13 @@ def train(configuration: RunConfiguration, layout: Layout, environment: Environm
     opened, mistake = _open_here(configuration)
     if mistake is not None and environment.rank == 0:
         raise StartError(mistake)  # without waiting for the others, who have most likely found the same
-    device = initialize_distributed(environment)
+    try:
+        device = initialize_distributed(environment)
+    except torch.distributed.DistNetworkError as error:
+        raise StartError(
+            f"the processes cannot meet at {environment.address}:{environment.port} (is the port taken? "
+            f"deepspeed and torchrun take another with --master_port): {str(error).splitlines()[0][:200]}"
+        ) from error
     # A file may be missing on one node only: then that process's sentence is everybody's.
     if mistakes := [found for found in gather_json(mistake) if found]:
         raise StartError(mistakes[0])
