@@ -53,13 +53,16 @@ def dropout(x: Tensor, probability: float, key: DropoutKey | None, site: Site, b
         block: number of the block in the whole model; a tensor of one element where the block is compiled.
 
     Raises:
-        ValueError: without a key where one is needed, because training on without dropout would go unnoticed.
+        ValueError: without a key where one is needed, or with one of other samples than x has; neither mistake would be
+            noticed otherwise.
     """
     if probability == 0:
         return x
     if key is None:
         raise ValueError(f"dropout is {probability}, so a forward pass in training needs a dropout key")
-    return (x * (1 / (1 - probability))).masked_fill(_dropped(x, probability, key, site, block), 0.0)
+    if key.samples.shape[1] != x.shape[0]:
+        raise ValueError(f"the dropout key is of {key.samples.shape[1]} samples and the batch has {x.shape[0]}")
+    return (x * (1 / (1 - probability))).masked_fill_(_dropped(x, probability, key, site, block), 0.0)
 
 
 def _dropped(x: Tensor, probability: float, key: DropoutKey, site: Site, block: int | Tensor) -> Tensor:
@@ -73,9 +76,14 @@ def _dropped(x: Tensor, probability: float, key: DropoutKey, site: Site, block: 
     channel = _signed(_absorb(torch.arange(channels, device=x.device), 1))
     # Only this runs over every element, hence in 32 bits, where products wrap. Its inputs are hashes already; the
     # rounds tie them so that no row or channel predicts another. The highest bits are the best mixed: they decide.
-    bits = (first ^ channel) * 0x2C1B3C6D
-    bits = ((bits ^ (bits >> 16 & 0xFFFF)) + second) * 0x297A2D39
-    bits = (bits ^ (bits >> 15 & 0x1FFFF)) * 0x3D4D51CB
+    # In place, because memory is what it costs.
+    bits = first ^ channel
+    bits *= 0x2C1B3C6D
+    bits ^= (bits >> 16).bitwise_and_(0xFFFF)
+    bits += second
+    bits *= 0x297A2D39
+    bits ^= (bits >> 15).bitwise_and_(0x1FFFF)
+    bits *= 0x3D4D51CB
     return bits < min(round(probability * 2**32), _WORD) - 2**31
 
 

@@ -109,6 +109,16 @@ def test_changing_one_document_leaves_the_logits_of_the_other_bit_equal(
         assert ((open_bounds[0] - open_bounds[1])[:, other] != 0).any(-1).all()
 
 
+def test_positions_of_a_packed_document_are_those_it_has_alone(configure: Callable[..., Any]) -> None:
+    # Attention sees differences of positions only, so logits would hardly tell.
+    device = torch.device("cpu")
+    packed = BlockContext.build(configure(), 40, device, document_ids=DOCUMENTS).rotary
+    for first, last in ((0, 13), (13, 30), (30, 40)):
+        alone = BlockContext.build(configure(), last - first, device).rotary
+        for table, expected in zip(packed, alone, strict=True):
+            assert torch.equal(table[0, first:last], expected)
+
+
 def test_a_packed_document_is_what_it_is_alone(lively: Callable[..., Any], tokens: Tensor) -> None:
     model = lively()
     packed = model(tokens, document_ids=DOCUMENTS)
