@@ -194,6 +194,11 @@ def _zero(configuration: RunConfiguration) -> Iterator[str]:
             f"parallel.zero_stage is {parallel.zero_stage} and must be 1 with a pipeline: "
             f"parallel.pipeline is {parallel.pipeline}"
         )
+    elif parallel.zero_stage == 0 and configuration.precision.dtype is not Dtype.FP32:
+        yield (
+            f"parallel.zero_stage is 0 and must be 1, 2 or 3 with precision.dtype {configuration.precision.dtype}: "
+            "without ZeRO DeepSpeed accumulates gradients in that format and not in fp32"
+        )
     elif parallel.offload_optimizer and parallel.zero_stage < 2:
         yield (
             f"parallel.offload_optimizer is true and needs parallel.zero_stage 2 or 3, which is {parallel.zero_stage}"
