@@ -12,15 +12,15 @@ read as they stream. How the input is cut into units depends on the files alone,
 from __future__ import annotations
 
 import fnmatch
-import gzip
 import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from data.errors import DataError
+from data.streams import open_stream
 
 PART = 1 << 20
 LOOK_AHEAD = 1 << 16  # bytes after a whole MiB in which a line end is looked for
@@ -201,23 +201,9 @@ def _read_text(segment: Segment) -> Part:
     return Part((text,), segment.start == 0, segment.stop >= size, replaced)
 
 
-def _open_stream(segment: Segment) -> BinaryIO:
-    if segment.compression == "gz":
-        return cast(BinaryIO, gzip.open(segment.path, "rb"))
-    if segment.compression == "zst":
-        try:
-            import zstandard
-        except ImportError as error:
-            raise DataError(
-                f"{segment.path}: expected the package zstandard to read it, found none installed"
-            ) from error
-        return cast(BinaryIO, zstandard.open(segment.path, "rb"))
-    return open(segment.path, "rb")
-
-
 def _read_text_stream(segment: Segment) -> Iterator[Part]:
     """The same parts as of the uncompressed file, read in one pass."""
-    with _open_stream(segment) as stream:
+    with open_stream(segment.path, segment.compression) as stream:
         buffer, begun, is_last = b"", 0, False  # `begun` bytes of the text come before the buffer
         nominal = PART
         while not is_last:
@@ -236,7 +222,7 @@ def _read_text_stream(segment: Segment) -> Iterator[Part]:
 
 
 def _read_lines(segment: Segment, keys: Keys) -> Iterator[Part]:
-    with _open_stream(segment) as stream:
+    with open_stream(segment.path, segment.compression) as stream:
         at = segment.start
         if at > 0:  # the line that runs over our first byte belongs to the range before
             stream.seek(at - 1)

@@ -104,11 +104,7 @@ def _split(documents: int, seed: int, fraction: float) -> Split:
         raise DataError("--input: expected at least one document with text in it, found none")
     if fraction <= 0:
         return split
-    if documents == 1:
-        raise DataError(
-            "--validation-fraction: expected at least 2 documents, so that one can be held out, found 1: give more, or "
-            "--validation-fraction 0 and no validation set"
-        )
+    check_divisible(documents)
     block = 1 << 20
     lowest, where, held = 2**64, 0, 0
     for first in range(0, documents, block):
@@ -117,10 +113,17 @@ def _split(documents: int, seed: int, fraction: float) -> Split:
         if hashes.min() < lowest:
             lowest, where = int(hashes.min()), first + int(hashes.argmin())
     if held == documents:
-        raise DataError(
-            f"--validation-fraction {fraction}: expected a part that leaves documents to train on, found none"
-        )
+        raise DataError(f"--validation-fraction {fraction}: expected documents left to train on, found none")
     return split if held else Split(seed, split.threshold, only=where)
+
+
+def check_divisible(documents: int) -> None:
+    """Raise DataError where there are too few documents to hold one out."""
+    if documents < 2:
+        raise DataError(
+            "--validation-fraction: expected at least 2 documents, so that one can be held out, found 1: give more, or "
+            "--validation-fraction 0 and no validation set"
+        )
 
 
 def _held_out(placement: Placement, ends: np.ndarray, split: Split) -> np.ndarray:

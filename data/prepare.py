@@ -22,7 +22,7 @@ from data.documents import Keys, Unit, find_files, plan_units, read_segment
 from data.encoding import Job, ShardSummary, encode_unit
 from data.errors import DataError
 from data.indexed import token_dtype
-from data.placing import PARTS, Layout, place_shard, plan_layout, write_indexes
+from data.placing import PARTS, Layout, check_divisible, place_shard, plan_layout, write_indexes
 from data.progress import Progress, size
 from data.sharing import Team, assemble
 from data.tokenizer import load_tokenizer
@@ -77,10 +77,14 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
             with _progress(team, "writing", tokens, quiet=True) as progress:
                 team.run(place, layout.placements, sizes, progress.add)
             return team.agree(lambda: _finish(wanted, plan, summaries, layout, partial, team, started))
-        except DataError:
-            if team.leads and not any((partial / "work").glob("*.npz")):
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
+        except DataError as error:
+            if not any((partial / "work").glob("*.npz")):
+                if team.leads:
+                    shutil.rmtree(partial, ignore_errors=True)
+                raise
+            raise DataError(
+                f"{error}; what is done is kept in {partial}: the same command goes on from there"
+            ) from error
 
 
 def _progress(team: Team, label: str, total: int, quiet: bool = False) -> Progress:
@@ -98,6 +102,8 @@ def _plan(wanted: Preparation, partial: Path) -> _Plan:
     units = plan_units(files, wanted.keys)
     if not units:
         raise DataError(f"--input {' '.join(wanted.inputs)}: expected text, found {len(files)} empty files (0 bytes)")
+    if wanted.validation_fraction > 0 and {segment.kind for unit in units for segment in unit} == {"text"}:
+        check_divisible(len({segment.path for unit in units for segment in unit}))
     total = sum(segment.size for unit in units for segment in unit)
     print(f"{len(files)} files, {size(total)}, {len(units)} units of work", file=sys.stderr)
     work = partial / "work"
@@ -150,7 +156,11 @@ def _sample(units: Sequence[Unit], keys: Keys) -> Iterator[str]:
 def _layout(wanted: Preparation, plan: _Plan, summaries: list[ShardSummary], partial: Path) -> Layout:
     documents = sum(summary.documents for summary in summaries)
     shards = [str(plan.job.shard(unit)) for unit in plan.units]
-    layout = plan_layout(shards, documents, wanted.seed, wanted.validation_fraction)
+    try:
+        layout = plan_layout(shards, documents, wanted.seed, wanted.validation_fraction)
+    except DataError:  # too few documents to be worth keeping
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     result = partial / "result"
     shutil.rmtree(result, ignore_errors=True)
     result.mkdir()

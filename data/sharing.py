@@ -118,8 +118,7 @@ class Workers:
                 tick(reported - before)
         except BrokenProcessPool as error:
             raise DataError(
-                f"--workers {self.size}: expected every worker to live, found one that was killed (out of memory?): "
-                "what is done is kept, the same command goes on from there"
+                f"--workers {self.size}: expected every worker to live, found one that was killed (out of memory?)"
             ) from error
         return [futures[index].result() for index in range(len(tasks))]
 
@@ -168,13 +167,13 @@ class Ranks:
     def _lead(self, work: Work, tasks: Sequence[Any], costs: Sequence[int], tick: Tick) -> list[Any]:
         queue = largest_first(costs)[::-1]
         results: list[Any] = [None] * len(tasks)
-        left, helpers = len(tasks), self.size - 1
+        out, helpers = 0, self.size - 1  # tasks given to others, and others who were not told that there are no more
         problem: str | None = None
         under_way: list[Any] = []  # an unfinished send must be kept, or its buffer goes
 
         def answer() -> None:
             """Deal with every message that is there."""
-            nonlocal left, helpers, problem
+            nonlocal out, helpers, problem
             status = self._mpi.Status()
             while self._world.Iprobe(status=status):
                 source, tag = status.Get_source(), status.Get_tag()
@@ -185,10 +184,11 @@ class Ranks:
                     index, result, failure = message
                     results[index] = result
                     problem = problem or failure
-                    left -= 1
+                    out -= 1
                 else:
                     index = queue.pop() if queue and problem is None else NO_MORE
                     helpers -= index == NO_MORE
+                    out += index != NO_MORE
                     number = np.array([index], dtype=np.int64)
                     under_way[:] = [(sent, buffer) for sent, buffer in under_way if not sent.Test()]
                     under_way.append((self._world.Isend(number, dest=source, tag=ANSWER), number))
@@ -197,7 +197,7 @@ class Ranks:
             tick(amount)
             answer()
 
-        while helpers or (left and problem is None):
+        while helpers or out or (queue and problem is None):
             answer()
             if queue and problem is None:
                 index = queue.pop()
@@ -205,7 +205,6 @@ class Ranks:
                     results[index] = work(tasks[index], tick_and_answer)
                 except DataError as error:
                     problem = problem or str(error)
-                left -= 1
             else:
                 time.sleep(0.001)
         for sent, _ in under_way:
