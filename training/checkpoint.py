@@ -13,8 +13,10 @@ themselves are training/tensor_file.py; their names are re-exported here.
 import os
 import re
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -100,7 +102,7 @@ def publish(
     this step had one already, it steps aside under another name that `newest_sound` knows, and goes when the new one
     stands. `still_current` is asked last before anything appears; where it says no, CheckpointError.
     """
-    manifest = manifest.with_files(rank_files)
+    manifest = replace(manifest.with_files(rank_files), saved_at=time.time())
     try:
         manifest.check_coverage()
     except ValueError as error:
@@ -148,15 +150,14 @@ def steps(checkpoints: Path) -> list[tuple[int, Path]]:
 def newest_sound(checkpoints: Path, run_id: str | None = None, verify: bool = True) -> tuple[Path | None, list[str]]:
     """The newest sound checkpoint (of one run, if `run_id` is given), and a sentence for each damaged thing passed.
 
-    Newest is the one of the latest attempt, then of the highest step: after a fall back to an older checkpoint, a later
-    step of an earlier attempt belongs to a past that was given up. `verify` compares checksums, not only sizes.
+    Newest is what was published last (`Manifest.age`). `verify` compares checksums, not only sizes.
     """
     reports = [
         f"{path} is incomplete: a save was cut off there"
         for path in (sorted(checkpoints.iterdir()) if checkpoints.is_dir() else ())
         if PARTIAL.fullmatch(path.name)
     ]
-    candidates: list[tuple[int, int, Path]] = []
+    candidates: list[tuple[tuple[int, float, int], Path]] = []
     for step, path in steps(checkpoints):
         try:
             manifest = Manifest.load(path / MANIFEST)
@@ -166,8 +167,8 @@ def newest_sound(checkpoints: Path, run_id: str | None = None, verify: bool = Tr
         if manifest.step != step:
             reports.append(f"{path / MANIFEST} is of step {manifest.step}, not of the step its folder names")
         elif run_id is None or manifest.run_id == run_id:
-            candidates.append((manifest.attempt, step, path))
-    for _, _, path in sorted(candidates, reverse=True):
+            candidates.append((manifest.age, path))
+    for _, path in sorted(candidates, reverse=True):
         try:
             Checkpoint.open(path, verify)
         except CheckpointError as error:
@@ -224,15 +225,15 @@ def prune(checkpoints: Path, keep: int, run_id: str) -> list[Path]:
     """
     if keep < 1:
         raise ValueError("at least one checkpoint is kept")
-    own: list[tuple[int, int, Path]] = []
-    for step, path in steps(checkpoints):
+    own: list[tuple[tuple[int, float, int], Path]] = []
+    for _, path in steps(checkpoints):
         try:
             checkpoint = Checkpoint.open(path, verify=False)
         except CheckpointError:
             continue
         if checkpoint.manifest.run_id == run_id:
-            own.append((checkpoint.manifest.attempt, step, path))
-    old = [path for _, _, path in sorted(own, reverse=True)[keep:]]
+            own.append((checkpoint.manifest.age, path))
+    old = [path for _, path in sorted(own, reverse=True)[keep:]]
     for path in old:
         doomed = checkpoints / f".{path.name.removeprefix('.').split('.')[0]}.deleted"
         shutil.rmtree(doomed, ignore_errors=True)

@@ -94,6 +94,8 @@ class Manifest:
     run_id: str
     step: int
     attempt: int = 0
+    saved_at: float = 0.0
+    """When it was published, in seconds since the epoch."""
     samples: int = 0
     """Samples consumed (skipped steps' and passed-over ones included): the number of the next one."""
     tokens: int = 0
@@ -117,6 +119,15 @@ class Manifest:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     entries: tuple[Entry, ...] = ()
     format: int = FORMAT
+
+    @property
+    def age(self) -> tuple[int, float, int]:
+        """Orders the checkpoints of a run from the oldest to the newest.
+
+        Not by step alone: after a fall back to an older checkpoint, in the next attempt or within one (a loss spike),
+        higher steps than the newest one's belong to a past that was given up.
+        """
+        return self.attempt, self.saved_at, self.step
 
     def with_files(self, rank_files: Iterable[RankFile]) -> "Manifest":
         """The same with these rank files as its content."""

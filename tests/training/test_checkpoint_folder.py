@@ -134,6 +134,15 @@ def test_prune_keeps_what_was_published_last_though_a_damaged_later_step_is_ther
     assert [step for step, _ in checkpoint.steps(tmp_path)] == [150]
 
 
+def test_what_was_published_last_is_the_newest_after_a_rewind_within_an_attempt(tmp_path: Path) -> None:
+    """At a loss spike the run went back from 300 to 100 and has saved 200 since; then it is killed."""
+    for step in (100, 300, 200):
+        save(tmp_path, step)
+    assert checkpoint.newest_sound(tmp_path)[0] == tmp_path / "step_00000200"
+    checkpoint.prune(tmp_path, 1, "run")
+    assert [step for step, _ in checkpoint.steps(tmp_path)] == [200]
+
+
 def test_prune_leaves_what_it_cannot_read(tmp_path: Path) -> None:
     unreadable = save(tmp_path, 50)
     (unreadable / "manifest.json").unlink()
