@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from parallel.environment import LaunchError, read_environment
 from training.configuration import ConfigurationError, check_world, load, to_yaml
+from training.layout import choose_layout
+from training.stop_requests import StopRequests
 
 MISTAKE = 2
 
@@ -67,17 +69,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.show:
             print(to_yaml(configuration), end="")
             return 0
+        if configuration.parallel.elastic:
+            configuration, choice = choose_layout(configuration, environment.world_size)
+            if rank == 0:
+                print(choice, flush=True)
         layout = check_world(configuration, environment.world_size)
     except (LaunchError, ConfigurationError) as error:
         return report(str(error), rank)
 
+    stops = StopRequests()
     # Heavy imports only now: a mistake above is reported in a fraction of a second.
     from training.start import StartError, train
 
     try:
-        return train(configuration, layout, environment)
+        return train(configuration, layout, environment, stops)
     except StartError as error:
         return report(str(error), rank)
+    finally:
+        stops.close()
 
 
 if __name__ == "__main__":

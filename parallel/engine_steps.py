@@ -1,5 +1,6 @@
 """What both engines share: recorded losses, the guard against a loss that is not finite, learning rate, state."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 from parallel.fragments import Fragment, owned_fragments, owned_gradients, prepare_optimizer_state, share_weights
 from parallel.loss import TokenLoss
+from parallel.loss_scale import loss_scale_state, set_loss_scale_state
 from parallel.mesh import Mesh
+from parallel.phase import Phase
 
 PipelineInput = Tensor | tuple[Tensor, Tensor]
 """Token ids [b, s], or (token ids, side tensor)."""
@@ -47,6 +50,12 @@ class EngineSteps:
     before_update: Callable[[], None] | None
     """Called once before the next update, while gradients are reduced and not yet clipped; then forgotten."""
     micro_batches: int
+    refuse_update: Callable[[float], bool] | None
+    """Asked before each update with the step's mean loss, the same on every process: whether it shall not be made."""
+    phase: Phase
+    """Where this process notes what it is doing."""
+    _step_losses: Tensor | None
+    """The step's mean losses where they were needed before its end."""
 
     def _take_over_update(self) -> None:
         """Put our steps before the engine's update: every engine of DeepSpeed ends in `self.optimizer.step()`."""
@@ -57,9 +66,28 @@ class EngineSteps:
             if self.before_update is not None:
                 self.before_update()
                 self.before_update = None
-            return self._update(update, *arguments, **keywords)
+            if not self._is_refused():
+                return self._update(update, *arguments, **keywords)
+            # A gradient that is not finite is what every engine knows how to leave out, on all processes alike; but
+            # this one says nothing about the loss scale.
+            scale = loss_scale_state(self.engine)
+            if (gradient := next(owned_gradients(self.engine), None)) is not None:
+                gradient[2].view(-1)[:1].fill_(math.nan)
+            result = self._update(update, *arguments, **keywords)
+            set_loss_scale_state(self.engine, scale or {})
+            return result
 
         self.engine.optimizer.step = step
+
+    def _is_refused(self) -> bool:
+        self._step_losses = None
+        if self.refuse_update is None:
+            return False
+        self._step_losses = self._mean_losses()
+        return self.refuse_update(float(self._step_losses[0]))
+
+    def _losses_of_the_step(self) -> Tensor:
+        return self._mean_losses() if self._step_losses is None else self._step_losses
 
     def _update(self, update: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Let the engine measure the norm, clip, skip where it is not finite, and step."""

@@ -30,3 +30,10 @@ def gather_json(value: Any) -> list[Any]:
 def barrier() -> None:
     """Wait until every process is here."""
     dist.barrier()
+
+
+def maximum(values: list[float]) -> list[float]:
+    """Return the largest of all ranks' values at each place, on every rank. Collective."""
+    largest = torch.tensor(values, dtype=torch.float64, device=_device())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return [float(value) for value in largest.tolist()]

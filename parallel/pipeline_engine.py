@@ -13,6 +13,7 @@ from parallel.deepspeed_patches import grid_reused
 from parallel.engine_steps import EngineSteps, OptimizerFactory, StepBatch, StepResult
 from parallel.loss import TokenLoss
 from parallel.partition import stage_bounds
+from parallel.phase import Phase, announce_instructions
 from parallel.schedules import Schedule
 from parallel.stages import StageSettings, layer_list
 from parallel.zero import EngineSettings, deepspeed_configuration
@@ -74,7 +75,8 @@ class PipelineSteps(EngineSteps):
         self.mesh = stage.mesh
         self.micro_batches = settings.micro_batches
         self.loss = TokenLoss(stage.model, stage.mesh)
-        self.before_update = None
+        self.before_update = self.refuse_update = self._step_losses = None
+        self.phase = Phase()
         v_shaped = schedule is Schedule.DUALPIPEV
         module = (_VModule if v_shaped else _StageModule)(stage, block_counts, self.loss)
         # What `deepspeed.initialize` would do for a pipeline module, less its banner.
@@ -92,7 +94,8 @@ class PipelineSteps(EngineSteps):
         self.holds_loss = self.mesh.pipeline_rank == self.loss_stage
         self.minimum_micro_batches = 2 * self.mesh.pipeline if v_shaped else 1
         # Our own mean replaces DeepSpeed's, which would be computed besides and counts z-loss as loss.
-        self.engine._aggregate_total_loss = self._mean_losses
+        self.engine._aggregate_total_loss = self._losses_of_the_step
+        announce_instructions(self.engine, lambda: self.phase)
         self._take_over_update()
 
     @property
@@ -103,6 +106,7 @@ class PipelineSteps(EngineSteps):
     def train_step(self, batch: StepBatch | None) -> StepResult:
         """Forward, backward and update over the step's micro-batches (None on stages that read nothing)."""
         self.loss.reset()
+        self.phase.begin_batch()
         losses = self.engine.train_batch(iter(batch) if batch is not None else None)
         optimizer = self.engine.optimizer
         return StepResult(losses, optimizer._global_grad_norm, bool(optimizer.overflow))
@@ -110,6 +114,7 @@ class PipelineSteps(EngineSteps):
     def evaluate(self, batch: StepBatch | None, micro_batches: int) -> Tensor:
         """Mean losses [2] over `micro_batches` micro-batches of each data-parallel process; no update."""
         self.loss.reset()
+        self.phase.begin_batch(evaluating=True)
         # Buffers between stages keep the shape of the first micro-batch they saw.
         self.engine.reset_activation_shape()
         self.engine.eval_batch(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from parallel.engine_steps import EngineSteps, Labels, OptimizerFactory, PipelineInput, StepBatch, StepResult
 from parallel.loss import TokenLoss
+from parallel.phase import Phase
 from parallel.stages import StageSettings, layer_list
 from parallel.zero import EngineSettings, deepspeed_configuration
 
@@ -48,7 +49,8 @@ class PlainSteps(EngineSteps):
         self.mesh = stage.mesh
         self.micro_batches = settings.micro_batches
         self.loss = TokenLoss(stage.model, stage.mesh)
-        self.before_update = None
+        self.before_update = self.refuse_update = self._step_losses = None
+        self.phase = Phase()
         self.device = stage.device
         self.clips_itself = settings.zero_stage == 0
         self.grad_clip = settings.grad_clip
@@ -78,10 +80,15 @@ class PlainSteps(EngineSteps):
         assert batch is not None
         self.loss.reset()
         self.engine.train()
+        self.phase.begin_batch()
         for micro_batch in batch:
-            self.engine.backward(self.engine(*self._inputs(micro_batch)))
+            self.phase.pass_over("forward")
+            loss = self.engine(*self._inputs(micro_batch))
+            self.phase.pass_over("backward")
+            self.engine.backward(loss)
+            self.phase.enter("reducing and updating")
             self.engine.step()
-        losses = self._mean_losses()
+        losses = self._losses_of_the_step()
         if self.clips_itself:
             return StepResult(losses, self.grad_norm, self.skipped)
         return StepResult(losses, self.engine.get_global_grad_norm(), not self.engine._step_applied)
@@ -110,7 +117,9 @@ class PlainSteps(EngineSteps):
         assert batch is not None
         self.loss.reset()
         self.engine.eval()
+        self.phase.begin_batch(evaluating=True)
         with torch.no_grad():
             for micro_batch in batch:
+                self.phase.pass_over("forward")
                 self.engine(*self._inputs(micro_batch))
             return self._mean_losses(micro_batches)

@@ -17,17 +17,9 @@ if TYPE_CHECKING:
     from training.configuration import RunConfiguration
 
 NOT_YET: dict[str, tuple[Any, ...] | None] = {
-    "parallel.elastic": None,
     "parallel.schedule": ("zero_bubble",),
     "batch.ramp_up": None,
     "precision.compile": None,
-    "training.max_minutes": None,
-    "training.hang_seconds": None,
-    "training.grace_seconds": None,
-    "training.on_spike": None,
-    "training.spike_window": None,
-    "training.spike_threshold": None,
-    "checkpoint.asynchronous": None,
     "monitor.profile": None,
     "monitor.timeline": None,
 }

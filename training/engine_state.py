@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from parallel.engine import TrainingEngine
 from parallel.exchange import barrier, gather_json
 from parallel.fragments import Fragment, adam_step, set_adam_step
+from parallel.loss_scale import loss_scale_state, set_loss_scale_state
 from parallel.plan import ParameterSlice
 from training.checkpoint import (
     Checkpoint,
@@ -22,8 +23,6 @@ from training.checkpoint import (
     Manifest,
     Piece,
     RankFile,
-    partial_folder,
-    publish,
     write_rank_file,
 )
 from training.checkpoint_manifest import Entry, box_size
@@ -36,7 +35,8 @@ def _true_length(part: ParameterSlice, offset: int, length: int) -> int:
     return max(0, min(length, box_size(part.box) - offset))
 
 
-def _pieces(fragments: Iterator[Fragment]) -> Iterator[Piece]:
+def owned_pieces(fragments: Iterator[Fragment]) -> Iterator[Piece]:
+    """What this process writes to a checkpoint, as views."""
     for fragment in fragments:
         part = fragment.slice
         length = _true_length(part, fragment.offset, fragment.weight.numel())
@@ -47,7 +47,8 @@ def _pieces(fragments: Iterator[Fragment]) -> Iterator[Piece]:
             yield Piece(part.name, kind, part.global_shape, part.box, fragment.offset, tensor)
 
 
-def _rank_file_from_json(value: dict) -> RankFile:
+def rank_file_from_json(value: dict) -> RankFile:
+    """A rank file that another process described."""
     return RankFile(value["name"], value["size"], value["checksum"], tuple(map(Entry.from_json, value["entries"])))
 
 
@@ -60,33 +61,12 @@ def _write_together(folder: Path, rank: int, pieces: list[Piece]) -> tuple[list[
         error = f"{folder}: {failure.strerror or failure}"
     gathered = gather_json({"file": asdict(rank_file) if rank_file else None, "error": error})
     errors = [reply["error"] for reply in gathered if reply["error"]]
-    files = [_rank_file_from_json(reply["file"]) for reply in gathered if reply["file"]]
+    files = [rank_file_from_json(reply["file"]) for reply in gathered if reply["file"]]
     return files, errors[0] if errors else None
 
 
-def save_engine(engine: TrainingEngine, checkpoints: Path, manifest: Manifest) -> str | None:
-    """Write a checkpoint of the engine's state with what else `manifest` says. Collective.
-
-    Returns None, or one sentence where a file could not be written: then nothing has appeared and older checkpoints are
-    as they were.
-    """
-    rank = engine.mesh.rank
-    folder = partial_folder(checkpoints, manifest.step, manifest.attempt)
-    files, error = _write_together(folder, rank, list(_pieces(engine.fragments())))
-    if error is None and rank == 0:
-        try:
-            publish(checkpoints, folder, manifest, files or [])
-        except (OSError, CheckpointError) as failure:
-            error = str(failure)
-    error = gather_json(error)[0]
-    if error is not None and rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-    barrier()
-    return error
-
-
 def restore_engine(engine: TrainingEngine, checkpoint: Checkpoint) -> None:
-    """Overwrite weights, and moments and Adam's step where the checkpoint has them. Collective.
+    """Overwrite weights, and moments, Adam's step and the loss scale where the checkpoint has them. Collective.
 
     Raises `CheckpointError` where a parameter is missing or has another shape.
     """
@@ -105,12 +85,19 @@ def restore_engine(engine: TrainingEngine, checkpoint: Checkpoint) -> None:
                 target[length:].zero_()
                 target[:length].copy_(checkpoint.read_range(part.name, kind, part.box, fragment.offset, length))
     set_adam_step(engine.engine, checkpoint.manifest.adam_step or 0)
+    if (scale := checkpoint.manifest.counters.get("loss_scale")) is not None:
+        set_loss_scale_state(engine.engine, scale)
     engine.weights_were_overwritten()
 
 
 def engine_adam_step(engine: TrainingEngine) -> int:
     """Updates that AdamW has made so far."""
     return adam_step(engine.engine)
+
+
+def loss_scale(engine: TrainingEngine) -> dict[str, float] | None:
+    """The state of fp16's moving loss scale; None where there is none."""
+    return loss_scale_state(engine.engine)
 
 
 def dump_gradients(engine: TrainingEngine, folder: Path, step: int, scale: float = 1.0) -> None:

@@ -43,6 +43,7 @@ class Monitor:
     ) -> None:
         self.run_dir = run_dir
         self._active = rank == 0
+        self._tensorboard = tensorboard
         self._events: EventFile | None = None
         self._console: TrainingConsole | None = None
         self._status = Status(State.RUNNING, resume_step, run_id, attempt)
@@ -50,13 +51,26 @@ class Monitor:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
         self._set_status(self._status)
-        cut_metrics(run_dir / METRICS, resume_step)
-        self._metrics = (run_dir / METRICS).open("a")
-        cut_event_files(run_dir / TENSORBOARD, resume_step)
-        if tensorboard:
-            self._events = EventFile(run_dir / TENSORBOARD, resume_step, attempt)
+        self._open_at(resume_step)
         if console:
             self._console = TrainingConsole(total_steps, resume_step)
+
+    def _open_at(self, step: int) -> None:
+        cut_metrics(self.run_dir / METRICS, step)
+        self._metrics = (self.run_dir / METRICS).open("a")
+        cut_event_files(self.run_dir / TENSORBOARD, step)
+        if self._tensorboard:
+            self._events = EventFile(self.run_dir / TENSORBOARD, step, self._status.attempt)
+
+    def rewind(self, step: int) -> None:
+        """The run goes back to this step within one attempt: what was written of later ones is taken out."""
+        if not self._active:
+            return
+        self._check_current()
+        self._metrics.close()
+        if self._events:
+            self._events.close()
+        self._open_at(step)
 
     def train(self, record: Mapping[str, Any]) -> None:
         """A logged step: `step` and its numbers (DESIGN's kind "train"). Scalars are called train/KEY."""

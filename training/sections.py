@@ -53,7 +53,8 @@ class Parallel(Section):
     """Whether activations between the tensor-parallel matrices are divided along the sequence; needs tensor above 1."""
 
     elastic: bool = False
-    """Whether pipeline, tensor and data are chosen for the number of devices that the job was given."""
+    """Whether pipeline, tensor and data are chosen anew for the number of processes that the job was given, as near as
+    can be to the values here; global_batch_size stays."""
 
     schedule: Schedule = Schedule.ONE_F_ONE_B
     """1f1b, dualpipev (two chunks of blocks a stage) or zero_bubble, which is not built yet."""
@@ -253,13 +254,15 @@ class Training(Section):
     """Global batches of one evaluation; needs data.validation (default: the whole set)."""
 
     max_minutes: Positive | None = None
-    """Minutes after which the run saves and stops (default: no limit)."""
+    """Minutes from the start of the processes after which the run saves and stops (default: no limit)."""
 
     grace_seconds: Positive = 60.0
-    """Seconds from a signal to the end of the step; after them the process leaves without saving."""
+    """Seconds from a request to stop to the end of the running step or evaluation; after them the process leaves
+    without saving."""
 
-    hang_seconds: Positive | None = None
-    """Seconds without a finished step after which all processes write their stacks and fail (default: no limit)."""
+    hang_seconds: Positive | None = 1800.0
+    """Seconds without a finished step (or micro-batch of an evaluation) after which all processes write their stacks
+    and fail; half an hour more until the first step of a start (null: no limit)."""
 
     skipped_in_a_row: Count = 10
     """Steps skipped one after another, for a loss or gradient that is not finite, after which the run fails."""
@@ -288,8 +291,9 @@ class CheckpointSection(Section):
     """auto (the newest sound checkpoint of this run), never, or the path of a checkpoint or run to start from where
     this run has none."""
 
-    asynchronous: bool = False
-    """Whether files are written while training goes on."""
+    asynchronous: bool = True
+    """Whether files are written while training goes on, from a copy in host memory (12 bytes a parameter over all
+    processes)."""
 
 
 class MonitorSection(Section):

@@ -1,9 +1,9 @@
 """From a checked configuration to a run under way, and from any end of it to an exit status."""
 
 import os
-import sys
 import uuid
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -11,17 +11,22 @@ import torch
 from data.errors import DataError
 from parallel.device import initialize_distributed, pins_memory
 from parallel.environment import Environment
-from parallel.exchange import gather_json
+from parallel.exchange import barrier, gather_json
+from parallel.phase import Phase
 from training.checkpoint import Checkpoint, CheckpointError, find, newest_sound, remove_leftovers
+from training.company import Company
 from training.configuration import ConfigurationError, Layout, RunConfiguration, to_yaml
 from training.engine_state import restore_engine
 from training.monitor import Monitor
+from training.progress import Progress
 from training.setup import RunData, build, checkpoints_folder, open_data
-from training.status import State, claim
-from training.trainer import Progress, Trainer, TrainingFailure
+from training.status import claim
+from training.stop_requests import StopRequests
+from training.trainer import Trainer
+from training.watchdog import START_SECONDS, Watchdog
 
-FINISHED, FAILED, MISTAKE = 0, 1, 2
-"""Exit status of a run that finished or stopped as asked, of one that failed, and of a user's mistake."""
+FINISHED = 0
+"""Exit status of a run that finished or stopped as asked. One that fails leaves with 1 (`training.failure`)."""
 
 
 class StartError(Exception):
@@ -41,7 +46,7 @@ class StartingPoint:
     """A sentence for each damaged or incomplete checkpoint that was passed over."""
 
 
-def train(configuration: RunConfiguration, layout: Layout, environment: Environment) -> int:
+def train(configuration: RunConfiguration, layout: Layout, environment: Environment, stops: StopRequests) -> int:
     """Run to the end or to a stop and return the exit status. Collective: every process of the world calls it.
 
     Raises `StartError` on every process where the data of one cannot be opened, or the run cannot start as asked.
@@ -50,12 +55,13 @@ def train(configuration: RunConfiguration, layout: Layout, environment: Environm
     if mistake is not None and environment.rank == 0:
         raise StartError(mistake)  # without waiting for the others, who have most likely found the same
     try:
-        device = initialize_distributed(environment)
+        device = initialize_distributed(environment, _patience(configuration))
     except torch.distributed.DistNetworkError as error:
         raise StartError(
             f"the processes cannot meet at {environment.address}:{environment.port} (is the port taken? "
             f"deepspeed and torchrun take another with --master_port): {str(error).splitlines()[0][:200]}"
         ) from error
+    stops.joined()
     # A file may be missing on one node only: then that process's sentence is everybody's.
     if mistakes := [found for found in gather_json(mistake) if found]:
         raise StartError(mistakes[0])
@@ -64,38 +70,60 @@ def train(configuration: RunConfiguration, layout: Layout, environment: Environm
     torch.manual_seed(configuration.run.seed)
     start = _agree_on_start(configuration, environment)
     checkpoint = Checkpoint.open(start.checkpoint, verify=False) if start.checkpoint else None
-    progress = _progress(checkpoint, start)
-    stage, engine = build(configuration, layout, device)
-    if checkpoint is not None:
-        restore_engine(engine, checkpoint)
-        checkpoint.close()
-    monitor = Monitor(
-        Path(configuration.run.output_dir),
-        rank=environment.rank,
-        resume_step=progress.step,
-        total_steps=configuration.training.steps,
-        run_id=start.run_id,
-        attempt=start.attempt,
-        tensorboard=configuration.monitor.tensorboard,
-    )
-    for report in start.reports:
-        monitor.say(f"warning: {report}")
-    monitor.say(_banner(configuration, layout, start, progress))
-    trainer = Trainer(configuration, layout, data, stage, engine, monitor, start.run_id, start.attempt, progress)
+    progress = _progress(checkpoint)
+    company = Company(environment.rank, environment.world_size, environment.address, environment.port)
+    company.start()
+    phase = Phase()
+    phase.step = progress.step
+    run_dir, training = Path(configuration.run.output_dir), configuration.training
+    limits = (training.hang_seconds, training.grace_seconds)
+    watchdog = Watchdog(phase, company, stops, run_dir, start.run_id, start.attempt, *limits)
+    watchdog.start()
+    if environment.rank == 0:
+        stops.watch_run(run_dir, training.max_minutes)
     try:
-        state = trainer.run()
-    except TrainingFailure as failure:
-        monitor.status(State.FAILED, progress.step, str(failure), environment.rank)
-        if environment.rank == 0:
-            print(f"error: {failure}", file=sys.stderr, flush=True)
-        return FAILED
-    except BaseException as failure:
-        monitor.status(State.FAILED, progress.step, f"{type(failure).__name__}: {failure}", environment.rank)
-        raise
-    monitor.status(State(state), progress.step)
-    monitor.say(f"{state} after step {progress.step} of {configuration.training.steps}: {configuration.run.output_dir}")
-    monitor.close()
+        phase.enter("building the model")
+        stage, engine = build(configuration, layout, device)
+        engine.phase = phase
+        if checkpoint is not None:
+            phase.enter("restoring the checkpoint")
+            restore_engine(engine, checkpoint)
+            checkpoint.close()
+        monitor = Monitor(
+            run_dir,
+            rank=environment.rank,
+            resume_step=progress.step,
+            total_steps=training.steps,
+            run_id=start.run_id,
+            attempt=start.attempt,
+            tensorboard=configuration.monitor.tensorboard,
+        )
+        for report in start.reports:
+            monitor.say(f"warning: {report}")
+        monitor.say(_banner(configuration, layout, start, progress))
+        trainer = Trainer(
+            configuration, layout, data, stage, engine, monitor, start.run_id, start.attempt, progress, stops
+        )
+        ending = trainer.run()
+        step = trainer.progress.step
+        monitor.status(ending.state, step, ending.reason)
+        why = f" ({ending.reason})" if ending.reason else ""
+        monitor.say(f"{ending.state} after step {step} of {training.steps}{why}: {run_dir}")
+        monitor.close()
+        phase.enter("leaving")
+        company.part()  # who leaves after this is not missed
+        barrier()
+    except BaseException as error:
+        watchdog.fail(error)
+    watchdog.close()
+    company.close()
     return FINISHED
+
+
+def _patience(configuration: RunConfiguration) -> timedelta:
+    """How long a collective may take: longer than the watchdog waits, which has more to say."""
+    hang_seconds = configuration.training.hang_seconds or 0.0
+    return timedelta(seconds=max(1800.0, hang_seconds + START_SECONDS + 600.0))
 
 
 def _agree_on_start(configuration: RunConfiguration, environment: Environment) -> StartingPoint:
@@ -170,22 +198,11 @@ def check_same_model(configuration: RunConfiguration, saved: dict[str, object], 
             raise StartError(f"model.{key} is {mine[key]}, but the checkpoint {path} was written with {saved[key]}")
 
 
-def _progress(checkpoint: Checkpoint | None, start: StartingPoint) -> Progress:
+def _progress(checkpoint: Checkpoint | None) -> Progress:
     """Where the run stands: what the checkpoint says, or the beginning where it has weights alone."""
-    if checkpoint is None:
+    if checkpoint is None or "exp_avg" not in checkpoint.kinds():
         return Progress()
-    manifest = checkpoint.manifest
-    if "exp_avg" not in checkpoint.kinds():
-        return Progress()
-    return Progress(
-        step=manifest.step,
-        samples=manifest.samples,
-        tokens=manifest.tokens,
-        skipped=int(manifest.counters.get("skipped", 0)),
-        skipped_in_a_row=int(manifest.counters.get("skipped_in_a_row", 0)),
-        best_validation=manifest.best_validation,
-        validation=manifest.validation,
-    )
+    return Progress.of(checkpoint.manifest)
 
 
 def _banner(configuration: RunConfiguration, layout: Layout, start: StartingPoint, progress: Progress) -> str:

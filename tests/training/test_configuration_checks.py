@@ -252,17 +252,9 @@ def test_what_is_out_of_scope_is_refused_by_name(path: Path, override: str, feat
 
 
 NOT_DEFAULT = {
-    "parallel.elastic": "true",
     "parallel.schedule": "zero_bubble",
     "batch.ramp_up": "{start: 2, increment: 2, samples: 100}",
     "precision.compile": "true",
-    "training.max_minutes": "5",
-    "training.hang_seconds": "5",
-    "training.grace_seconds": "5",
-    "training.on_spike": "warn",
-    "training.spike_window": "5",
-    "training.spike_threshold": "5",
-    "checkpoint.asynchronous": "true",
     "monitor.profile": "[3]",
     "monitor.timeline": "[3]",
 }

@@ -1,0 +1,83 @@
+"""Other processes on this machine: who they are, whether they still live, and which of them started this one."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psutil
+
+# Programs that start the processes of a run and stay with them, by the name of the executable or of its script. A shell
+# is none of them: a run under nohup outlives its terminal, and its batch script is slurmstepd's child.
+LAUNCHERS = re.compile(
+    r"deepspeed|deepspeed\.launcher\.(runner|launch)|(runner|launch)\.py|torchrun|torch\.distributed\.(run|launch)"
+    r"|mpirun|mpiexec(\.hydra)?|orterun|prterun|orted|prted|hydra_pmi_proxy|hydra_bstrap_proxy|slurmstepd|srun"
+)
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process that cannot be confused with a later one of the same number."""
+
+    pid: int
+    created: float
+    """Seconds since the epoch."""
+    place: str = ""
+    """Host and process table that `pid` counts in."""
+
+
+def place() -> str:
+    """What the processes of one process table have in common."""
+    host = os.uname().nodename
+    try:
+        return f"{host} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:  # no /proc on this system: then there is one table
+        return host
+
+
+def identify(pid: int | None = None) -> ProcessId:
+    """The process with this number (default: this one); psutil.NoSuchProcess where there is none."""
+    process = psutil.Process(pid)
+    return ProcessId(process.pid, process.create_time(), place())
+
+
+def is_alive(process: ProcessId) -> bool:
+    """Whether it still runs; one that ended and whose parent has not noticed yet does not. Only for this machine."""
+    try:
+        found = psutil.Process(process.pid)
+        return abs(found.create_time() - process.created) < 0.05 and found.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def is_launcher(command: list[str]) -> bool:
+    """Whether a command line is one of a launcher, started as a program, as a script or by `python -m`."""
+    words = [os.path.basename(command[0].split(":")[0])] if command else []
+    if words and words[0].startswith("python"):
+        # What Python runs is its first argument that is no option; after -m it is a module's name.
+        words = [os.path.basename(word) for word in command[1:] if not word.startswith("-")][:1]
+    if not words or not LAUNCHERS.fullmatch(words[0]):
+        return False
+    if words[0] in ("runner.py", "launch.py"):  # common names, so the folder decides
+        return any("deepspeed" in word or "torch" in word for word in command[:4])
+    return True
+
+
+def launchers_above() -> list[ProcessId]:
+    """This process's ancestors up to the topmost launcher, launchers only; empty where none started it."""
+    found = []
+    for ancestor in psutil.Process().parents():
+        try:
+            if is_launcher(ancestor.cmdline() or [ancestor.name()]):
+                found.append(identify(ancestor.pid))
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue  # gone meanwhile, or another user's: not a launcher of ours that can be watched
+    return found
+
+
+def launcher_is_missing(variables: Mapping[str, str], found: list[ProcessId]) -> bool:
+    """Whether the launcher that set these variables ended before it could be found.
+
+    Only variables that nothing but DeepSpeed's launch.py or torchrun sets are believed.
+    """
+    return not found and ("CROSS_RANK" in variables or "TORCHELASTIC_RUN_ID" in variables)
