@@ -60,7 +60,7 @@ def report(message: str, rank: int) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check everything that can be checked, then train. Returns the exit status."""
-    arguments = parser().parse_args(argv)
+    arguments = parser().parse_intermixed_args(argv)
     rank = int(os.environ.get("RANK", "0"))
     try:
         environment = read_environment()
