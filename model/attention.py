@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from model.configuration import ModelConfiguration
 from model.context import BlockContext
@@ -41,7 +42,8 @@ class Attention(nn.Module):
         )
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query, key = apply_rotary(query, *context.rotary), apply_rotary(key, *context.rotary)
+        cos, sin = (table.to(query.dtype) for table in context.rotary)  # rounded once, and once for both
+        query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
         if context.cache is not None:
             key, value = context.cache.append(self.index, key, value)
         mixed = causal_attention(query, key, value, context)
@@ -66,8 +68,11 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, context: BlockCo
         grouped = False
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     mask, new, all_keys = context.mask, query.shape[2], key.shape[2]
-    if mask is not None and not isinstance(mask, Tensor):
-        return _flex_attention(query.is_cuda)(query, key, value, block_mask=mask, enable_gqa=grouped).transpose(1, 2)
+    if isinstance(mask, BlockMask):
+        attend: Callable[..., Tensor] = flex_attention
+        if query.is_cuda and not torch.compiler.is_compiling():  # a block that is compiled makes a kernel of it itself
+            attend = _compiled_flex_attention()
+        return attend(query, key, value, block_mask=mask, enable_gqa=grouped).transpose(1, 2)
     if mask is None and 1 < new < all_keys:
         mask = torch.ones(new, all_keys, dtype=torch.bool, device=query.device).tril_(all_keys - new)
     causal = mask is None and new == all_keys
@@ -76,9 +81,5 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, context: BlockCo
 
 
 @functools.cache
-def _flex_attention(compiled: bool) -> Callable[..., Tensor]:
-    """flex_attention, which is fast when compiled; imported only where there are document masks on a GPU."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    function: Callable[..., Tensor] = flex_attention
-    return torch.compile(function) if compiled else function
+def _compiled_flex_attention() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention)  # made at the first use: torch.compile takes seconds to import

@@ -1,17 +1,14 @@
 """What all blocks of one forward pass share: rotary tables, document mask, dropout key, key-value cache."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from model.configuration import ModelConfiguration
 from model.dropout import DropoutKey
 from model.rotary import rotary_tables
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 
 class KeyValueCache:
@@ -57,7 +54,7 @@ class BlockContext:
     dropout: DropoutKey | None = None
     """Needed in training with a dropout probability above 0."""
     cache: KeyValueCache | None = None
-    mask: "Tensor | BlockMask | None" = field(init=False, default=None)
+    mask: Tensor | BlockMask | None = field(init=False, default=None)
     """What attention needs of document_ids, prepared once for all blocks and outside what may be compiled."""
 
     def __post_init__(self) -> None:
@@ -98,7 +95,7 @@ def positions_in_documents(document_ids: Tensor) -> Tensor:
     return places - torch.where(begins, places, 0).cummax(-1).values
 
 
-def document_mask(document_ids: Tensor) -> "Tensor | BlockMask":
+def document_mask(document_ids: Tensor) -> Tensor | BlockMask:
     """Which keys a query sees: not later ones, and none of another document.
 
     A boolean [b, 1, s, s] on the CPU; on a GPU the tiles that flex_attention computes at all, in O(s^2 / 128^2) memory.
@@ -109,9 +106,8 @@ def document_mask(document_ids: Tensor) -> "Tensor | BlockMask":
     return same.tril_().unsqueeze(1)
 
 
-def flex_document_mask(document_ids: Tensor, compiled: bool) -> "BlockMask":
+def flex_document_mask(document_ids: Tensor, compiled: bool) -> BlockMask:
     """The document mask for flex_attention. Without compilation it is slow, and only good for tests on the CPU."""
-    from torch.nn.attention.flex_attention import create_block_mask
 
     def visible(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (document_ids[b, query] == document_ids[b, key])

@@ -47,7 +47,7 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
         gain: [size].
     """
     if x.is_cuda:
-        return F.rms_norm(x, gain.shape, gain, eps)
+        return F.rms_norm(x, gain.shape, gain.to(x.dtype), eps)
     return _RMSNormFunction.apply(x, gain, eps)
 
 
