@@ -84,7 +84,8 @@ class Case:
             result += ["data.tokenizer=null", f"model.vocab_size={self.table[0]}"]
         else:
             result += ["model.vocab_size=512"]
-        return result + list(self.overrides)
+        values = dict(override.split("=", 1) for override in [*result, *self.overrides])
+        return [f"{key}={value}" for key, value in values.items()]
 
     def configuration(self) -> RunConfiguration:
         """Checked as the product checks it; raises `ConfigurationError` where it is refused."""
