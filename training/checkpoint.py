@@ -166,7 +166,9 @@ def newest_sound(checkpoints: Path, run_id: str | None = None, verify: bool = Tr
             continue
         if manifest.step != step:
             reports.append(f"{path / MANIFEST} is of step {manifest.step}, not of the step its folder names")
-        elif run_id is None or manifest.run_id == run_id:
+        elif run_id is not None and manifest.run_id != run_id:
+            reports.append(f"{path} is of another run")
+        else:
             candidates.append((manifest.age, path))
     for _, path in sorted(candidates, reverse=True):
         try:

@@ -112,6 +112,8 @@ class Manifest:
     """`path` and `digest` of the tokenizer file (training.loading.tokenizer_identity)."""
     sequence_length: int | None = None
     """Tokens of a training sequence; an export gives it as the longest the model has seen."""
+    document_mask: bool | None = None
+    """Whether attention kept within documents (`data.document_mask`); None where that is not known."""
     passed_over: list[list[int]] = field(default_factory=list)
     """Ranges [first, end) of sample numbers left out after a loss spike."""
     counters: dict[str, Any] = field(default_factory=dict)

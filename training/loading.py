@@ -60,15 +60,16 @@ def tokenizer_identity(path: Path | str) -> dict[str, str]:
 def tokenizer_path(checkpoint: Checkpoint, given: Path | str | None = None) -> Path:
     """The tokenizer that the checkpoint was trained with, or `given`.
 
-    Looked for where the manifest says, where the run's configuration says, then in the run's folder. CheckpointError
-    where there is none, or where the file's content is no longer what the manifest remembers.
+    Looked for where the manifest says, where the run's configuration says, then in the run's folder and beside the
+    weights. CheckpointError where there is none, or where the file's content is not what the manifest remembers.
     """
     if given is not None:
         return Path(given)
     run = _run_folder(checkpoint)
     known = checkpoint.manifest.tokenizer or {}
     named = [known.get("path"), _run_configuration(checkpoint).get("data", {}).get("tokenizer")]
-    places = [Path(place) for place in named if place] + [run / name for name in TOKENIZER_FILES]
+    beside = [folder / name for folder in (run, checkpoint.path) for name in TOKENIZER_FILES]
+    places = [Path(place) for place in named if place] + beside
     files = [place for place in places if place.is_file()]
     if not files:
         where = str(places[0]) if named[0] or named[1] else f"a tokenizer file in {run}"
@@ -91,6 +92,8 @@ def sequence_length(checkpoint: Checkpoint) -> int | None:
 
 def document_mask(checkpoint: Checkpoint) -> bool:
     """Whether the run kept attention within documents (`data.document_mask`); no where that is not known."""
+    if checkpoint.manifest.document_mask is not None:
+        return checkpoint.manifest.document_mask
     return bool(_run_configuration(checkpoint).get("data", {}).get("document_mask", False))
 
 

@@ -13,10 +13,11 @@ from parallel.device import initialize_distributed, pins_memory
 from parallel.environment import Environment
 from parallel.exchange import barrier, gather_json
 from parallel.phase import Phase
-from training.checkpoint import Checkpoint, CheckpointError, find, newest_sound, remove_leftovers
+from training.checkpoint import Checkpoint, CheckpointError, newest_sound, remove_leftovers
 from training.company import Company
 from training.configuration import ConfigurationError, Layout, RunConfiguration, to_yaml
 from training.engine_state import restore_engine
+from training.loading import open_checkpoint
 from training.monitor import Monitor
 from training.progress import Progress
 from training.setup import RunData, build, checkpoints_folder, open_data
@@ -25,6 +26,7 @@ from training.stop_requests import StopRequests
 from training.trainer import Trainer
 from training.watchdog import START_SECONDS, Watchdog
 
+RUN_ID = ".run_id"
 FINISHED = 0
 """Exit status of a run that finished or stopped as asked. One that fails leaves with 1 (`training.failure`)."""
 
@@ -152,10 +154,11 @@ def _look_and_claim(configuration: RunConfiguration) -> dict[str, object]:
         raise StartError(
             f"checkpoint.resume is never and {run_dir} holds a run already: choose another run.name or remove it"
         )
-    newest, reports = newest_sound(checkpoints)
+    known = _run_id(run_dir) if (run_dir / RUN_ID).exists() else None
+    newest, reports = newest_sound(checkpoints, known)
     own = newest is not None
     if newest is None and resume not in ("auto", "never"):
-        newest = find(resume)
+        newest = open_checkpoint(resume).path
     manifest = Checkpoint.open(newest, verify=False).manifest if newest else None
     if manifest is not None:
         check_same_model(configuration, manifest.model, newest)  # type: ignore[arg-type]
@@ -176,7 +179,7 @@ def _look_and_claim(configuration: RunConfiguration) -> dict[str, object]:
 
 def _run_id(run_dir: Path) -> str:
     """The id of the run in this folder, made at its first start: a run killed before its first save keeps it."""
-    path = run_dir / ".run_id"
+    path = run_dir / RUN_ID
     if not path.exists():
         run_dir.mkdir(parents=True, exist_ok=True)
         path.write_text(uuid.uuid4().hex)

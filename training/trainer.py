@@ -20,6 +20,7 @@ from training.evaluation import Evaluator
 from training.failure import TrainingFailure
 from training.feed import TrainingFeed
 from training.learning_rate import learning_rate
+from training.loading import tokenizer_identity
 from training.monitor import Monitor
 from training.progress import Progress
 from training.setup import RunData, checkpoints_folder
@@ -87,6 +88,7 @@ class Trainer:
             say=monitor.say,
         )
         self.saver.saved_step = progress.step
+        self.tokenizer = tokenizer_identity(data.tokenizer.path.absolute()) if data.tokenizer is not None else None
         self.checkpoint_stall_seconds = 0.0
         self.stop = Reason.NONE
         """Why all ranks have agreed to stop."""
@@ -354,6 +356,9 @@ class Trainer:
             validation=progress.validation,
             layout={**asdict(self.layout), "schedule": self.configuration.parallel.schedule.value},
             model=self.configuration.model.model_dump(mode="json"),
+            tokenizer=self.tokenizer,
+            sequence_length=self.configuration.batch.sequence_length,
+            document_mask=self.configuration.data.document_mask,
             passed_over=progress.passed_over,
             counters={**progress.counters(), "loss_scale": loss_scale(self.engine)},
         )
