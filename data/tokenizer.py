@@ -21,6 +21,8 @@ END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<
 class Tokenizer(Protocol):
     """What the rest of Mainline knows of a tokenizer."""
 
+    path: Path
+    """The file that it was read from."""
     vocab_size: int
     """Number of ids: every id that `encode` gives is below it."""
     end_of_document: int
