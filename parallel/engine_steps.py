@@ -116,6 +116,13 @@ class EngineSteps:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = value
 
+    def set_micro_batches(self, count: int) -> None:
+        """Set the micro-batches of the steps that follow, on each data-parallel process."""
+        if count != self.micro_batches:
+            self.micro_batches = count
+            self.engine.set_train_batch_size(count * self.engine.train_micro_batch_size_per_gpu() * self.mesh.data)
+            self.engine.optimizer.gradient_accumulation_steps = count
+
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of this process; each carries `.slice`."""

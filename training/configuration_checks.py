@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 NOT_YET: dict[str, tuple[Any, ...] | None] = {
     "parallel.schedule": ("zero_bubble",),
-    "batch.ramp_up": None,
     "precision.compile": None,
     "monitor.profile": None,
     "monitor.timeline": None,
@@ -205,8 +204,39 @@ def _batch(configuration: RunConfiguration) -> Iterator[str]:
         if parallel.data:
             divisor = f"batch.micro_batch_size x parallel.data, {batch.micro_batch_size} x {copies}"
         yield f"batch.global_batch_size is {batch.global_batch_size} and must be divisible by {divisor}"
-    elif parallel.schedule is Schedule.DUALPIPEV:
+    else:
         yield from too_few_for_dualpipev(configuration, copies)
+        yield from unfit_ramp_up(configuration, copies)
+
+
+def unfit_ramp_up(configuration: RunConfiguration, copies: int) -> Iterator[str]:
+    """Yield a sentence for each way in which a growing batch does not fit: every size must be whole micro-batches."""
+    batch, ramp = configuration.batch, configuration.batch.ramp_up
+    if ramp is None:
+        return
+    growth, unit = batch.global_batch_size - ramp.start, batch.micro_batch_size * copies
+    if growth < 0:
+        yield (
+            f"batch.ramp_up.start is {ramp.start} and must be at most batch.global_batch_size, "
+            f"which is {batch.global_batch_size}"
+        )
+    elif growth % ramp.increment:
+        yield (
+            f"batch.ramp_up.increment is {ramp.increment} and must divide batch.global_batch_size - "
+            f"batch.ramp_up.start, which is {growth}"
+        )
+    for key, value in (("start", ramp.start), ("increment", ramp.increment)):
+        if value % unit:
+            yield (
+                f"batch.ramp_up.{key} is {value} and must be divisible by batch.micro_batch_size x data, "
+                f"{batch.micro_batch_size} x {copies}"
+            )
+    least = 2 * configuration.parallel.pipeline
+    if configuration.parallel.schedule is Schedule.DUALPIPEV and ramp.start // unit < least:
+        yield (
+            f"batch.ramp_up.start is {ramp.start}, {ramp.start // unit} micro-batches, but parallel.schedule dualpipev "
+            f"needs at least {least}"
+        )
 
 
 def too_few_for_dualpipev(configuration: RunConfiguration, copies: int) -> Iterator[str]:

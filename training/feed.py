@@ -16,6 +16,8 @@ from data.batches import MicroBatch, TrainingData
 from parallel.engine import PipelineInput, StepBatch
 from parallel.loss import IGNORED
 from parallel.stages import StageSettings, make_side
+from training.batch_size import global_batch_size
+from training.sections import Batch
 
 
 def sample_numbers(first: int, micro_batch: int, micro_batch_size: int, data: int, data_rank: int) -> np.ndarray:
@@ -38,13 +40,11 @@ class TrainingFeed:
         self,
         data: TrainingData,
         stage: StageSettings,
-        micro_batch_size: int,
-        micro_batches: int,
+        batch: Batch,
     ) -> None:
         self.data = data
         self.stage = stage
-        self.micro_batch_size = micro_batch_size
-        self.micro_batches = micro_batches
+        self.batch = batch
         self.wait_seconds = 0.0
         """Seconds that the last `step` waited for its data."""
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
@@ -53,8 +53,8 @@ class TrainingFeed:
     def _read(self, first: int) -> list[MicroBatch]:
         mesh = self.stage.mesh
         return [
-            self.data.micro_batch(sample_numbers(first, index, self.micro_batch_size, mesh.data, mesh.data_rank))
-            for index in range(self.micro_batches)
+            self.data.micro_batch(sample_numbers(first, index, self.batch.micro_batch_size, mesh.data, mesh.data_rank))
+            for index in range(global_batch_size(self.batch, first) // (self.batch.micro_batch_size * mesh.data))
         ]
 
     def step(self, step: int, first: int) -> StepBatch:
@@ -65,7 +65,7 @@ class TrainingFeed:
         else:
             micro_batches = self._read(first)
         self.wait_seconds = time.perf_counter() - started
-        following = first + self.micro_batch_size * self.micro_batches * self.stage.mesh.data
+        following = first + global_batch_size(self.batch, first)
         self._ahead = (following, self._reader.submit(self._read, following))
         factor = self._factor(micro_batches)
         return [(engine_input(batch, self.stage, step), (batch.targets, factor)) for batch in micro_batches]
@@ -74,13 +74,12 @@ class TrainingFeed:
         """Micro-batches x data / targets of the global batch: 0 where there is no target at all."""
         mesh = self.stage.mesh
         if self.data.every_token_is_a_target:
-            targets = micro_batches[0].targets.numel() * self.micro_batches * mesh.data
-            return torch.tensor(self.micro_batches * mesh.data / targets, dtype=torch.float32)
+            return torch.tensor(1 / micro_batches[0].targets.numel(), dtype=torch.float32)
         counted = sum((batch.targets != IGNORED).sum() for batch in micro_batches)
         total = torch.as_tensor(counted, dtype=torch.float64, device=self.stage.device)
         if mesh.data > 1:
             dist.all_reduce(total, group=mesh.data_group)
-        factor = torch.where(total > 0, self.micro_batches * mesh.data / total, 0.0)
+        factor = torch.where(total > 0, len(micro_batches) * mesh.data / total, 0.0)
         return factor.float()
 
     def close(self) -> None:

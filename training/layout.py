@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from parallel.schedules import Schedule
-from training.configuration_checks import problems, too_few_for_dualpipev
+from training.configuration_checks import problems, too_few_for_dualpipev, unfit_ramp_up
 from training.configuration_file import ConfigurationError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def check_world(configuration: RunConfiguration, world_size: int) -> Layout:
             f"data, {batch.micro_batch_size} x {data}, where data is {world_size} processes / (pipeline "
             f"{parallel.pipeline} x tensor {parallel.tensor})"
         )
-    for problem in too_few_for_dualpipev(configuration, data):
+    for problem in (*too_few_for_dualpipev(configuration, data), *unfit_ramp_up(configuration, data)):
         raise ConfigurationError(problem)
     micro_batches = batch.global_batch_size // (batch.micro_batch_size * data)
     return Layout(parallel.pipeline, parallel.tensor, data, micro_batches)

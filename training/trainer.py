@@ -13,6 +13,7 @@ from parallel.engine import StepResult, TrainingEngine
 from parallel.exchange import gather_json, maximum
 from parallel.stages import StageSettings
 from training.background_save import Saver
+from training.batch_size import global_batch_size
 from training.checkpoint import Checkpoint, Manifest, newest_sound
 from training.configuration import Layout, RunConfiguration, SpikeAction
 from training.engine_state import dump_gradients, engine_adam_step, loss_scale, restore_engine
@@ -72,10 +73,9 @@ class Trainer:
         self.progress = progress
         self.stops = stops
         batch, run_dir = configuration.batch, Path(configuration.run.output_dir)
-        self.feed = TrainingFeed(data.train, stage, batch.micro_batch_size, layout.micro_batches)
+        self.feed = TrainingFeed(data.train, stage, batch)
         self.evaluator = Evaluator(engine, stage, batch.micro_batch_size, data.token_bytes)
-        tokens_per_step = batch.global_batch_size * batch.sequence_length
-        self.flops_per_step = tokens_per_step * training_flops_per_token(configuration.model, batch.sequence_length)
+        self.flops_per_token = training_flops_per_token(configuration.model, batch.sequence_length)
         self.peak = dense_peak(configuration.precision.dtype.value)
         self.saver = Saver(
             engine,
@@ -150,6 +150,8 @@ class Trainer:
         step = progress.step + 1
         rate = learning_rate(configuration.optimizer, configuration.training.steps, step)
         self.engine.set_learning_rate(rate)
+        sequences = global_batch_size(batch, progress.samples)
+        self.engine.set_micro_batches(sequences // (batch.micro_batch_size * self.layout.data))
         if step in configuration.monitor.dump_gradients:
             folder = Path(configuration.run.output_dir) / "gradients"
             self.engine.before_update = partial(dump_gradients, self.engine, folder, step)
@@ -162,13 +164,13 @@ class Trainer:
             return
 
         progress.step = step
-        progress.samples += batch.global_batch_size
-        progress.tokens += batch.global_batch_size * batch.sequence_length
+        progress.samples += sequences
+        progress.tokens += sequences * batch.sequence_length
         self.engine.phase.enter("agreeing with all ranks")
         self.meet()
         self.engine.phase.finished(step)
         if step % configuration.training.log_every == 0 or step == configuration.training.steps or result.skipped:
-            self._log(result, rate, started)
+            self._log(result, rate, sequences * batch.sequence_length, started)
         self._count_skips(result)
 
     def _count_skips(self, result: StepResult) -> None:
@@ -186,13 +188,12 @@ class Trainer:
                 "the weights are those of the step before them"
             )
 
-    def _log(self, result: StepResult, rate: float, started: float) -> None:
+    def _log(self, result: StepResult, rate: float, tokens: int, started: float) -> None:
         """Write the step's metrics on rank 0."""
         losses = result.losses.tolist()  # waits for the device
         seconds = time.perf_counter() - started
         clip, norm = self.configuration.optimizer.grad_clip, float(result.grad_norm)
         coefficient = min(1.0, clip / (norm + 1e-6)) if clip > 0 and math.isfinite(norm) else 1.0
-        batch = self.configuration.batch
         record: dict[str, Any] = {
             "step": self.progress.step,
             "loss": losses[0],
@@ -200,12 +201,12 @@ class Trainer:
             "clip_coefficient": coefficient,
             "learning_rate": rate,
             "tokens": self.progress.tokens,
-            "tokens_per_second": batch.global_batch_size * batch.sequence_length / seconds,
+            "tokens_per_second": tokens / seconds,
             "step_seconds": seconds,
             **self.worst,
             "checkpoint_stall_seconds": self.checkpoint_stall_seconds,
             "checkpoint_failures": self.saver.failures,
-            "mfu": self.flops_per_step / seconds / (self.peak * self.layout.world_size) if self.peak else None,
+            "mfu": self._mfu(tokens, seconds),
             "skipped": result.skipped,
             "skipped_steps": self.progress.skipped + result.skipped,
         }
@@ -215,6 +216,10 @@ class Trainer:
             record["spikes"] = self.progress.spikes
         self.monitor.train(record)
         self.checkpoint_stall_seconds = 0.0
+
+    def _mfu(self, tokens: int, seconds: float) -> float | None:
+        """Useful work as a part of what all devices could do; None where their peak is not known."""
+        return tokens * self.flops_per_token / seconds / (self.peak * self.layout.world_size) if self.peak else None
 
     # ---- spikes of the loss
 
@@ -255,7 +260,7 @@ class Trainer:
         checkpoint = Checkpoint.open(newest, verify=False)
         restore_engine(self.engine, checkpoint)
         checkpoint.close()
-        end = self.progress.samples + self.configuration.batch.global_batch_size
+        end = self.progress.samples + global_batch_size(self.configuration.batch, self.progress.samples)
         self.progress = Progress.of(checkpoint.manifest)
         first, back = self.progress.samples, self.progress.step
         self.progress.spikes = spikes
