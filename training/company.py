@@ -19,13 +19,12 @@ from training.processes import ProcessId, identify, is_alive, place
 POLL_SECONDS = 1.0
 SILENCE_SECONDS = 45.0
 """A rank that has not said for so long that it lives is taken for dead (its machine has lost power or network)."""
-PREFIX = "mainline/"
 
 
 class Company:
     """What this rank knows of the others. `start` is collective."""
 
-    def __init__(self, rank: int, world_size: int, address: str, port: int) -> None:
+    def __init__(self, rank: int, world_size: int, address: str, port: int, name: str = "") -> None:
         self.rank = rank
         self.world_size = world_size
         self.failure: Failure | None = None
@@ -35,9 +34,9 @@ class Company:
         self.lost = False
         """Whether the store, and so rank 0's process or its machine, is gone."""
         self.last_contact = time.monotonic()
-        self._store = dist.TCPStore(
-            address, port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False
-        )
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
+        # `name` is the run's and the attempt's: a launcher's store may outlive both.
+        self._store = dist.PrefixStore(f"mainline/{name}", store)
         self._neighbours: dict[int, ProcessId] = {}
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._closing = threading.Event()
@@ -45,9 +44,9 @@ class Company:
 
     def start(self) -> None:
         """Introduce this process and begin to look after the others."""
-        self._store.set(f"{PREFIX}who/{self.rank}", json.dumps(asdict(identify())))
-        self._store.set(f"{PREFIX}beat/{self.rank}", "0")
-        everyone = self._store.multi_get([f"{PREFIX}who/{rank}" for rank in range(self.world_size)])
+        self._store.set(f"who/{self.rank}", json.dumps(asdict(identify())))
+        self._store.set(f"beat/{self.rank}", "0")
+        everyone = self._store.multi_get([f"who/{rank}" for rank in range(self.world_size)])
         found = {rank: ProcessId(**json.loads(text)) for rank, text in enumerate(everyone) if rank != self.rank}
         self._neighbours = {rank: process for rank, process in found.items() if process.place == place()}
         self._thread.start()
@@ -57,7 +56,7 @@ class Company:
         if self.failure is None:
             try:
                 text = json.dumps(asdict(failure))
-                first = self._store.compare_set(f"{PREFIX}failure", "", text)
+                first = self._store.compare_set("failure", "", text)
                 failure = Failure(**json.loads(first))
             except dist.DistError:
                 self.lost = True
@@ -68,14 +67,14 @@ class Company:
         """Tell the others that no step gets finished, and what this rank was doing."""
         self.alarm = True
         try:
-            self._store.set(f"{PREFIX}doing/{self.rank}", json.dumps(report))
-            self._store.set(f"{PREFIX}alarm", "1")
+            self._store.set(f"doing/{self.rank}", json.dumps(report))
+            self._store.set("alarm", "1")
         except dist.DistError:
             self.lost = True
 
     def reports(self, seconds: float) -> dict[int, dict[str, object]]:
         """What each rank was doing, as far as they say so within this time."""
-        keys = {rank: f"{PREFIX}doing/{rank}" for rank in range(self.world_size)}
+        keys = {rank: f"doing/{rank}" for rank in range(self.world_size)}
         found: dict[int, dict[str, object]] = {}
         until = time.monotonic() + seconds
         try:
@@ -104,10 +103,10 @@ class Company:
                 return
 
     def _listen(self, number: int) -> None:
-        self._store.set(f"{PREFIX}beat/{self.rank}", str(number))
-        if self._store.check([f"{PREFIX}failure"]):
-            self.failure = self.failure or Failure(**json.loads(self._store.get(f"{PREFIX}failure")))
-        if not self.alarm and self._store.check([f"{PREFIX}alarm"]):
+        self._store.set(f"beat/{self.rank}", str(number))
+        if self._store.check(["failure"]):
+            self.failure = self.failure or Failure(**json.loads(self._store.get("failure")))
+        if not self.alarm and self._store.check(["alarm"]):
             self.alarm = True
         if self.rank == 0 and number % 5 == 0:
             self._look_for_silent_ranks()
@@ -121,7 +120,7 @@ class Company:
 
     def _look_for_silent_ranks(self) -> None:
         now = time.monotonic()
-        beats = self._store.multi_get([f"{PREFIX}beat/{rank}" for rank in range(self.world_size)])
+        beats = self._store.multi_get([f"beat/{rank}" for rank in range(self.world_size)])
         for rank, beat in enumerate(beats):
             if self._beats.get(rank, (b"", 0.0))[0] != beat:
                 self._beats[rank] = (beat, now)

@@ -17,6 +17,7 @@ class TrainingConsole:
         self._stream = stream or sys.stdout
         self._total = total_steps
         self._since: tuple[int, float] | None = None  # the first step seen: what comes before it is start-up
+        self._unsaid, self._why = 0, ""
         self._progress: Progress | None = None
         if self._stream.isatty():
             columns = (MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.fields[numbers]}"))
@@ -34,10 +35,17 @@ class TrainingConsole:
 
     def say(self, text: str) -> None:
         """Prints a line; on a terminal above the bar."""
-        if self._progress:
-            self._progress.console.print(text, markup=False, highlight=False)
-        else:
-            print(text, file=self._stream, flush=True)
+        if self._unsaid:
+            text = f"({self._unsaid} lines could not be written here: {self._why})\n{text}"
+        try:
+            if self._progress:
+                self._progress.console.print(text, markup=False, highlight=False)
+            else:
+                print(text, file=self._stream, flush=True)
+            self._unsaid = 0
+        except OSError as error:  # a log on a full disk, a terminal that was closed: no reason to stop training
+            self._unsaid += 1
+            self._why = error.strerror or str(error)
 
     def _remaining(self, step: int) -> float | None:
         now = time.monotonic()

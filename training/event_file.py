@@ -6,11 +6,12 @@ A reader shows each step once because what lies beyond the step that a run resum
 and because the new file begins with a session start, at which a TensorBoard that is already open forgets the rest too.
 """
 
+import io
 import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -18,20 +19,21 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from training.appender import Appender
+
 PREFIX = "events.out.tfevents."
 
 
 class EventFile:
     """A new event file in `folder`, for steps after `resume_step`."""
 
-    def __init__(self, folder: Path, resume_step: int, attempt: int) -> None:
+    def __init__(self, folder: Path, resume_step: int, attempt: int, warn: Callable[[str], None] = print) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads files in the order of their names, so a start within the same second must come later.
         last = max((int(path.name[len(PREFIX) :].split(".")[0]) for path in event_files(folder)), default=0)
         now = max(int(time.time()), last + 1)
         self.path = folder / f"{PREFIX}{now:010d}.{socket.gethostname()}.{os.getpid()}.{attempt}"
-        self._file = self.path.open("wb")
-        self._records = RecordWriter(self._file)
+        self._file = Appender(self.path, warn)
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         start = SessionLog(status=SessionLog.START)
         self._write(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
@@ -42,12 +44,13 @@ class EventFile:
         self._write(Event(wall_time=time.time(), step=step, summary=summary))
 
     def _write(self, event: Event) -> None:
-        self._records.write(event.SerializeToString())
-        self._file.flush()
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self._file.append(record.getvalue())
 
     def sync(self) -> None:
         """Makes what was written survive a power cut."""
-        os.fsync(self._file.fileno())
+        self._file.sync()
 
     def close(self) -> None:
         """Ends the file."""

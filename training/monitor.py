@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from training.appender import Appender
 from training.console import TrainingConsole
 from training.event_file import EventFile, cut_event_files
-from training.status import State, Status, SupersededError, is_current, write_status
+from training.status import STATUS, State, Status, SupersededError, is_current, write_status
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
@@ -57,10 +58,10 @@ class Monitor:
 
     def _open_at(self, step: int) -> None:
         cut_metrics(self.run_dir / METRICS, step)
-        self._metrics = (self.run_dir / METRICS).open("a")
+        self._metrics = Appender(self.run_dir / METRICS, self.say)
         cut_event_files(self.run_dir / TENSORBOARD, step)
         if self._tensorboard:
-            self._events = EventFile(self.run_dir / TENSORBOARD, step, self._status.attempt)
+            self._events = EventFile(self.run_dir / TENSORBOARD, step, self._status.attempt, self.say)
 
     def rewind(self, step: int) -> None:
         """The run goes back to this step within one attempt: what was written of later ones is taken out."""
@@ -118,7 +119,12 @@ class Monitor:
         """Renews status.json."""
         if self._active:
             mine = (self._status.run_id, self._status.attempt)
-            self._set_status(Status(State(state), step, *mine, reason=reason, first_failing_rank=first_failing_rank))
+            try:
+                self._set_status(
+                    Status(State(state), step, *mine, reason=reason, first_failing_rank=first_failing_rank)
+                )
+            except OSError as error:
+                self.say(f"warning: {self.run_dir / STATUS} cannot be written: {error.strerror or error}")
 
     def _set_status(self, status: Status) -> None:
         write_status(self.run_dir, status)
@@ -126,8 +132,7 @@ class Monitor:
 
     def _write(self, record: Mapping[str, Any]) -> None:
         self._check_current()
-        self._metrics.write(json.dumps(finite(record), allow_nan=False) + "\n")
-        self._metrics.flush()
+        self._metrics.append(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
 
     def _check_current(self) -> None:
         if self._active and not is_current(self.run_dir, self._status.attempt):
@@ -136,7 +141,7 @@ class Monitor:
     def sync(self) -> None:
         """Makes all records durable; called before a checkpoint is published, which relies on them."""
         if self._active:
-            os.fsync(self._metrics.fileno())
+            self._metrics.sync()
             if self._events:
                 self._events.sync()
 

@@ -73,7 +73,13 @@ def train(configuration: RunConfiguration, layout: Layout, environment: Environm
     start = _agree_on_start(configuration, environment)
     checkpoint = Checkpoint.open(start.checkpoint, verify=False) if start.checkpoint else None
     progress = _progress(checkpoint)
-    company = Company(environment.rank, environment.world_size, environment.address, environment.port)
+    company = Company(
+        environment.rank,
+        environment.world_size,
+        environment.address,
+        environment.port,
+        name=f"{start.run_id}/{start.attempt}",
+    )
     company.start()
     phase = Phase()
     phase.step = progress.step

@@ -126,7 +126,7 @@ def test_an_older_attempt_writes_nothing_more(tmp_path: Path) -> None:
         with pytest.raises(SupersededError):
             call()
     # Even a write that slipped past the check goes to a file that is no longer there.
-    old._metrics.write('{"kind": "train", "step": 6}\n')
+    old._metrics.append(b'{"kind": "train", "step": 6}\n')
     old._metrics.flush()
     assert old._events is not None
     old._events.scalars(6, {"train/loss": 6.0})
