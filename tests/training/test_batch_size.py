@@ -48,12 +48,11 @@ def test_every_size_is_whole_micro_batches_of_every_copy() -> None:
 def test_a_growing_run_is_one_that_stops_and_goes_on_with_larger_batches(tmp_path: Path) -> None:
     """8 sequences a step until 32 are consumed, then 16: steps 1 to 4, then 5 and 6. The second run is told so by hand."""
     ramp = "batch.ramp_up={start: 8, increment: 8, samples: 32}"
-    common = "training.steps=6", "training.eval_batches=1"
+    common = "training.steps=6", "training.eval_batches=1", "batch.micro_batch_size=2"
     grows, by_hand = tmp_path / "grows", tmp_path / "by_hand"
-    layout = "parallel.pipeline=2", "batch.micro_batch_size=2"
-    assert train(2, CONFIGURATION, ramp, *common, *layout, f"run.output_dir={grows}").status == 0
+    assert train(1, CONFIGURATION, ramp, *common, f"run.output_dir={grows}", launcher="python").status == 0
     small = "batch.global_batch_size=8", "training.stop_after=4"
-    assert train(2, CONFIGURATION, *small, *common, *layout, f"run.output_dir={by_hand}").status == 0
-    assert train(2, CONFIGURATION, *common, *layout, f"run.output_dir={by_hand}").status == 0
+    assert train(1, CONFIGURATION, *small, *common, f"run.output_dir={by_hand}", launcher="python").status == 0
+    assert train(1, CONFIGURATION, *common, f"run.output_dir={by_hand}", launcher="python").status == 0
     assert exact(metrics(grows)) == exact(metrics(by_hand))
     assert metrics(grows)[-1]["tokens"] == (4 * 8 + 2 * 16) * 64
