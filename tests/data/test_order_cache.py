@@ -61,6 +61,13 @@ def test_other_data_under_the_same_name_is_ordered_anew(numbered_set: Callable[.
     assert np.array_equal(starts(prefix), starts(prefix, cache_from=10**9))
 
 
+def test_the_fingerprint_sees_a_file_written_anew(prefix: Path) -> None:
+    """Of a large index only head and tail are read; a change between them shows in the file's time."""
+    before = data.order._fingerprint(IndexedDataset(prefix), 1, 0)
+    os.utime(f"{prefix}.idx", ns=(1, 1))
+    assert data.order._fingerprint(IndexedDataset(prefix), 1, 0) != before
+
+
 def test_a_half_file_is_never_read(prefix: Path) -> None:
     whole = starts(prefix).copy()
     (path,) = Path(f"{prefix}.order").glob("*.starts")

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import data.documents
 import data.encoding
 from data.indexed import IndexedDataset
 from data.placing import held_out_hashes
@@ -120,7 +121,34 @@ def test_any_number_of_workers_writes_the_same_bytes(corpus: Path, tmp_path: Pat
     assert main(command(corpus, tmp_path / "one")) == 0
     assert main(command(corpus, tmp_path / "many", "--workers", str(workers))) == 0
     assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "many")
-    assert json.loads((tmp_path / "many/report.json").read_text())["processes"] == workers
+    one, many = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("one", "many"))
+    assert (one["input_digest"], one["train"]) == (many["input_digest"], many["train"])
+    assert many["processes"] == workers
+
+
+def test_a_document_whose_last_part_is_empty_still_ends(
+    tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line in which a part ends may be the file's last; then nothing but the end is left for the next unit."""
+    monkeypatch.setattr(data.documents, "PART", 1000)
+    monkeypatch.setattr(data.documents, "SMALLEST_UNIT", 1000)
+    texts = ["a b\n" * 240 + "c" * 60 + "\n", "another one"]
+    for number, each in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(each)
+    inputs = (str(tmp_path / "0.txt"), str(tmp_path / "1.txt"))
+    prepare(Preparation(inputs, str(tmp_path / "out"), tokenizer=str(tokenizer_path), validation_fraction=0))
+    dataset, tokenizer = IndexedDataset(tmp_path / "out/train"), load_tokenizer(tokenizer_path)
+    assert [tokenizer.decode(dataset.document(number).tolist()) for number in range(dataset.document_count)] == texts
+    assert dataset.sequence_count == 3
+
+
+def test_the_output_appears_whole(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped at the very last moment, there is no output folder, and the same command finishes at once."""
+    monkeypatch.setattr("os.rename", interrupt)
+    assert main(command(corpus, tmp_path / "out")) == 130
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    assert main(command(corpus, tmp_path / "out")) == 0
 
 
 def test_a_second_run_writes_the_same_bytes(corpus: Path, tmp_path: Path) -> None:

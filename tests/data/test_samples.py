@@ -111,6 +111,8 @@ def test_samples_of_an_epoch_are_shuffled(numbered_set: Callable[..., Path]) -> 
     starts = np.array([samples.sample(number)[0] for number in range(len(samples))])
     assert not np.array_equal(starts, np.sort(starts))
     assert np.median(np.abs(np.diff(starts))) > 500, "neighbours come from far apart"
+    following = np.array([samples.sample(number)[0] for number in range(len(samples), 2 * len(samples))])
+    assert (starts == following).mean() < 0.05, "and another epoch's samples come in another order"
 
 
 def test_sample_numbers_are_pure(numbered_set: Callable[..., Path]) -> None:
