@@ -36,7 +36,7 @@ def lively(configure: Callable[..., ModelConfiguration]) -> Callable[..., Langua
                 if parameter.dim() == 1:
                     parameter.uniform_(0.5, 1.5, generator=generator)
                 else:
-                    parameter.normal_(0, 0.15, generator=generator)
+                    parameter.normal_(0, 0.1, generator=generator)
         return model
 
     return build
