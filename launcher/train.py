@@ -4,12 +4,11 @@ Also under torchrun, srun (one task a device), mpirun, and as plain `python` for
 """
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
 
-from parallel.environment import LaunchError, read_environment
+from parallel.environment import LaunchError, guess_rank, read_environment
 from training.configuration import ConfigurationError, check_world, load, to_yaml
 from training.layout import choose_layout
 from training.stop_requests import StopRequests
@@ -61,14 +60,14 @@ def report(message: str, rank: int) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Check everything that can be checked, then train. Returns the exit status."""
     arguments = parser().parse_intermixed_args(argv)
-    rank = int(os.environ.get("RANK", "0"))
+    rank = guess_rank()
     try:
+        if arguments.show:
+            print(to_yaml(load(arguments.configuration, arguments.overrides)), end="")
+            return 0
         environment = read_environment()
         rank = environment.rank
         configuration = load(arguments.configuration, arguments.overrides)
-        if arguments.show:
-            print(to_yaml(configuration), end="")
-            return 0
         if configuration.parallel.elastic:
             configuration, choice = choose_layout(configuration, environment.world_size)
             if rank == 0:
