@@ -14,11 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 import yaml
 
 from data.errors import DataError
+from data.progress import Progress
 from data.tokenizer import load_tokenizer
-from launcher.progress import Bar, peak_memory
 from model.costs import parameter_count
 from training.checkpoint import Checkpoint, CheckpointError, Manifest, steps
 from training.huggingface import ConversionError, from_huggingface, read_json, to_huggingface
@@ -26,11 +27,17 @@ from training.huggingface_tokenizer import export_tokenizer, import_tokenizer
 from training.huggingface_weights import (
     EXPORT_DTYPES,
     SourceWeights,
-    check_complete,
     export_weights,
     import_weights,
 )
-from training.loading import model_configuration, open_checkpoint, sequence_length, tokenizer_identity, tokenizer_path
+from training.loading import (
+    check_complete,
+    model_configuration,
+    open_checkpoint,
+    sequence_length,
+    tokenizer_identity,
+    tokenizer_path,
+)
 
 FILE_BYTES = 5 * 10**9
 DEFAULT_POSITIONS = 2048
@@ -110,11 +117,11 @@ def convert_to_huggingface(options: argparse.Namespace) -> None:
         _write_json(folder / "config.json", config)
         _write_json(folder / "generation_config.json", {"eos_token_id": tokenizer.end_of_document})
         export_tokenizer(tokenizer.path, folder, config["max_position_embeddings"])
-        before = peak_memory()
-        with Bar("writing", count, "weights") as bar:
-            dtype, shard_bytes = EXPORT_DTYPES[options.dtype], int(options.shard_size * 1e9)
+        before = _peak_memory()
+        dtype, shard_bytes = EXPORT_DTYPES[options.dtype], int(options.shard_size * 1e9)
+        with Progress("writing", count * dtype.itemsize) as progress:
             for part in export_weights(checkpoint, model, folder, dtype, shard_bytes):
-                bar.advance(part)
+                progress.add(part * dtype.itemsize)
     print(f"{options.out}: {config['architectures'][0]}, {count:,} parameters, {options.dtype}, from {checkpoint.path}")
     print(_memory(before))
 
@@ -139,10 +146,10 @@ def convert_from_huggingface(options: argparse.Namespace) -> None:
             sequence_length=length,
         )
         _write_model_yaml(folder / "model.yaml", manifest, options)
-        before = peak_memory()
-        with Bar("reading", count, "weights") as bar:
+        before = _peak_memory()
+        with Progress("writing", count * torch.float32.itemsize) as progress:
             for part in import_weights(source, model, folder / "checkpoints", manifest, FILE_BYTES):
-                bar.advance(part)
+                progress.add(part * torch.float32.itemsize)
     print(f"{options.out}: {count:,} parameters from {options.source}; train on with checkpoint.resume={options.out}")
     print(f"model.yaml there is the model section for it{'' if tokenizer else '; no tokenizer was found'}")
     print(_memory(before))
@@ -164,7 +171,21 @@ def _write_json(path: Path, value: dict) -> None:
 
 
 def _memory(before: int) -> str:
-    return f"peak memory {peak_memory() / 2**20:.0f} MiB ({before / 2**20:.0f} before the first weight)"
+    return f"peak memory {_peak_memory() / 2**20:.0f} MiB ({before / 2**20:.0f} before the first weight)"
+
+
+def _peak_memory() -> int:
+    """The most bytes this process has held so far. (ru_maxrss would count a large parent's memory, too.)"""
+    try:
+        with open("/proc/self/status") as file:
+            for line in file:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def list_checkpoints(options: argparse.Namespace) -> None:
@@ -173,26 +194,33 @@ def list_checkpoints(options: argparse.Namespace) -> None:
     found = steps(folder)
     if not found:
         raise ConversionError(f"{options.source} holds no checkpoints")
-    rows = [("step", "tokens", "validation loss", "layout", "size", "state")]
-    for step, path in found:
-        size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-        try:
-            checkpoint = Checkpoint.open(path, verify=False)
-        except CheckpointError as error:
-            rows.append((str(step), "", "", "", _size(size), str(error)))
-            continue
-        with Bar(f"verifying {path.name}", len(checkpoint.manifest.files), "files") as bar:
-            damage = []
-            for file in checkpoint.manifest.files:
-                damage += checkpoint.damage([file])
-                bar.advance(1)
-        manifest = checkpoint.manifest
-        state = damage[0] if damage else "sound" if "exp_avg" in checkpoint.kinds() else "sound, weights only"
-        shown = (_loss(manifest), _layout(manifest), _size(size), state)
-        rows.append((str(step), f"{manifest.tokens:,}", *shown))
+    rows: list[tuple[str, ...]] = [("step", "tokens", "validation loss", "layout", "size", "state")]
+    sizes = {path: sum(file.stat().st_size for file in path.iterdir() if file.is_file()) for _, path in found}
+    with Progress("verifying", sum(sizes.values())) as progress:
+        for step, path in found:
+            rows.append(_row(step, path, sizes[path], progress))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for row in rows:
         print("  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[5]]))
+
+
+def _row(step: int, path: Path, size: int, progress: Progress) -> tuple[str, ...]:
+    """What the list says of one checkpoint, after reading every file of it."""
+    left = size
+    try:
+        checkpoint = Checkpoint.open(path, verify=False)
+        damage = []
+        for name, file in checkpoint.manifest.files.items():
+            damage += checkpoint.damage([name])
+            progress.add(file["size"])
+            left -= file["size"]
+    except CheckpointError as error:
+        return str(step), "", "", "", _size(size), str(error)
+    finally:
+        progress.add(left)
+    manifest = checkpoint.manifest
+    state = damage[0] if damage else "sound" if "exp_avg" in checkpoint.kinds() else "sound, weights only"
+    return str(step), f"{manifest.tokens:,}", _loss(manifest), _layout(manifest), _size(size), state
 
 
 def _loss(manifest: Manifest) -> str:

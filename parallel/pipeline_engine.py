@@ -126,3 +126,27 @@ class PipelineSteps(EngineSteps):
         self.engine.reset_activation_shape()
         with torch.no_grad():
             return self._mean_losses(micro_batches)
+
+
+class EvaluationSteps(PipelineSteps):
+    """The same engine without an optimizer: weights and nothing else, for a model that is only to be evaluated."""
+
+    def __init__(self, stage: StageSettings, block_counts: Sequence[int], micro_batch_size: int) -> None:
+        self.mesh = stage.mesh
+        self.micro_batches = self.minimum_micro_batches = 1
+        self.loss = TokenLoss(stage.model, stage.mesh)
+        self.phase = Phase()
+        module = _StageModule(stage, block_counts, self.loss)
+        # The layers have the type of the weights already, so DeepSpeed need not know of it.
+        settings = EngineSettings(micro_batch_size, micro_batches=1, data=stage.mesh.data, zero_stage=0)
+        config = deepspeed_configuration(settings, on_cpu=stage.device.type == "cpu")
+        self.engine = PipelineEngine(
+            args=None,
+            model=module,
+            mpu=module.mpu(),
+            config=config,
+            config_class=DeepSpeedConfig(config, module.mpu()),
+            dist_init_required=False,
+        )
+        self.loss_stage = self.mesh.pipeline - 1
+        self.holds_loss = self.mesh.is_last_stage

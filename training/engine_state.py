@@ -90,6 +90,15 @@ def restore_engine(engine: TrainingEngine, checkpoint: Checkpoint) -> None:
     engine.weights_were_overwritten()
 
 
+def load_weights(engine: TrainingEngine, checkpoint: Checkpoint) -> None:
+    """Overwrite the weights that the model computes with, for an engine that has no optimizer."""
+    for parameter in engine.parameters:
+        part: ParameterSlice = parameter.slice  # type: ignore[attr-defined]
+        length, flat = box_size(part.box), parameter.data.view(-1)
+        flat[:length].copy_(checkpoint.read_range(part.name, "weight", part.box, 0, length))
+        flat[length:].zero_()
+
+
 def engine_adam_step(engine: TrainingEngine) -> int:
     """Updates that AdamW has made so far."""
     return adam_step(engine.engine)

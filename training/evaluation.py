@@ -1,7 +1,7 @@
 """Loss on held-out text during training, the same number in every layout."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +45,8 @@ class Evaluator:
         self.stage = stage
         self.micro_batch_size = micro_batch_size
         self.token_bytes = token_bytes
+        self.progress: Callable[[int], None] = lambda windows: None
+        """Told of each micro-batch that this process hands to the engine, as windows of all processes."""
 
     def __call__(self, data: ValidationData, windows: int | None = None) -> ValidationResult:
         """Evaluate `windows` windows spread over `data` (None: all). Collective.
@@ -73,6 +75,7 @@ class Evaluator:
         for index in range(micro_batches):
             places = sample_numbers(0, index, self.micro_batch_size, mesh.data, mesh.data_rank)
             batch = data.micro_batch(windows[places])
+            self.progress(self.micro_batch_size * mesh.data)
             counted = batch.targets[batch.targets != IGNORED]
             totals[0] += counted.numel()
             if self.token_bytes is not None:

@@ -35,21 +35,6 @@ def _chunks(elements: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + CHUNK_ELEMENTS, elements)
 
 
-def check_complete(checkpoint: Checkpoint, model: ModelConfiguration) -> None:
-    """ConversionError unless the checkpoint holds exactly the model's parameters, in their shapes."""
-    shapes, names = parameter_shapes(model), set(checkpoint.names())
-    for name in sorted(names ^ set(shapes)):
-        what = "holds" if name in names else "lacks"
-        raise ConversionError(
-            f"{checkpoint.path} {what} {name}, which does not fit the model that its manifest describes"
-        )
-    for name, shape in shapes.items():
-        if checkpoint.shape(name) != tuple(shape):
-            raise ConversionError(
-                f"{checkpoint.path}: {name} has shape {checkpoint.shape(name)} and not {tuple(shape)}"
-            )
-
-
 @dataclass(frozen=True)
 class Shard:
     """One file of an exported folder and the parameters in it."""

@@ -7,6 +7,7 @@ import torch
 from pydantic import ValidationError
 
 from model.configuration import ModelConfiguration
+from model.initialization import parameter_shapes
 from model.language_model import LanguageModel
 from training.checkpoint import Checkpoint, CheckpointError, find
 from training.configuration_file import ConfigurationError, read_file
@@ -31,22 +32,29 @@ def model_configuration(checkpoint: Checkpoint) -> ModelConfiguration:
         raise CheckpointError(f"{checkpoint.path}: its manifest's model has {place}: {first['msg']}") from error
 
 
-def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype = torch.float32) -> LanguageModel:
-    """The plain model with the checkpoint's weights, ready for inference; one tensor at a time beside it in memory."""
-    with torch.device("meta"):
-        model = LanguageModel(model_configuration(checkpoint))
-    model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
-    parameters = dict(model.named_parameters())
-    for name in sorted(set(checkpoint.names()) ^ set(parameters)):
-        what = "lacks" if name in parameters else "holds"
+def check_complete(checkpoint: Checkpoint, model: ModelConfiguration) -> None:
+    """CheckpointError unless the checkpoint holds exactly the model's parameters, in their shapes."""
+    shapes, names = parameter_shapes(model), set(checkpoint.names())
+    for name in sorted(names ^ set(shapes)):
+        what = "holds" if name in names else "lacks"
         raise CheckpointError(
             f"{checkpoint.path} {what} {name}, which does not fit the model that its manifest describes"
         )
-    for name, parameter in parameters.items():
-        if tuple(parameter.shape) != checkpoint.shape(name):
+    for name, shape in shapes.items():
+        if checkpoint.shape(name) != tuple(shape):
             raise CheckpointError(
-                f"{checkpoint.path}: {name} has shape {checkpoint.shape(name)} and not {tuple(parameter.shape)}"
+                f"{checkpoint.path}: {name} has shape {checkpoint.shape(name)} and not {tuple(shape)}"
             )
+
+
+def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    """The plain model with the checkpoint's weights, ready for inference; one tensor at a time beside it in memory."""
+    configuration = model_configuration(checkpoint)
+    check_complete(checkpoint, configuration)
+    with torch.device("meta"):
+        model = LanguageModel(configuration)
+    model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
+    for name, parameter in model.named_parameters():
         parameter.copy_(checkpoint.read(name))
     checkpoint.close()
     return model

@@ -9,6 +9,7 @@ import torch
 
 from data.batches import Source, TrainingData, ValidationData
 from data.tokenizer import Tokenizer, load_tokenizer
+from model.configuration import ModelConfiguration
 from model.costs import layer_costs
 from parallel.engine import TrainingEngine, build_engine
 from parallel.mesh import Mesh, build_mesh
@@ -64,11 +65,16 @@ def open_data(configuration: RunConfiguration, pin_memory: bool = False) -> tupl
 
 def block_counts(configuration: RunConfiguration) -> list[int]:
     """Blocks of each stage (of each chunk, under dualpipev), as given or balanced by the cost of each layer."""
-    parallel, model = configuration.parallel, configuration.model
+    parallel = configuration.parallel
     if parallel.partition != "balanced":
         return list(parallel.partition)
-    costs = layer_costs(model, configuration.batch.sequence_length)
     chunks = parallel.schedule.chunks(parallel.pipeline)
+    return balanced_blocks(configuration.model, configuration.batch.sequence_length, chunks)
+
+
+def balanced_blocks(model: ModelConfiguration, sequence_length: int, chunks: int) -> list[int]:
+    """Blocks of each chunk, so that the most costly one costs least."""
+    costs = layer_costs(model, sequence_length)
     return partition_blocks(model.num_layers, chunks, costs.block.flops, costs.embedding.flops, costs.head.flops)
 
 

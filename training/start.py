@@ -56,13 +56,7 @@ def train(configuration: RunConfiguration, layout: Layout, environment: Environm
     opened, mistake = _open_here(configuration)
     if mistake is not None and environment.rank == 0:
         raise StartError(mistake)  # without waiting for the others, who have most likely found the same
-    try:
-        device = initialize_distributed(environment, _patience(configuration))
-    except torch.distributed.DistNetworkError as error:
-        raise StartError(
-            f"the processes cannot meet at {environment.address}:{environment.port} (is the port taken? "
-            f"deepspeed and torchrun take another with --master_port): {str(error).splitlines()[0][:200]}"
-        ) from error
+    device = join(environment, _patience(configuration))
     stops.joined()
     # A file may be missing on one node only: then that process's sentence is everybody's.
     if mistakes := [found for found in gather_json(mistake) if found]:
@@ -126,6 +120,17 @@ def train(configuration: RunConfiguration, layout: Layout, environment: Environm
     watchdog.close()
     company.close()
     return FINISHED
+
+
+def join(environment: Environment, patience: timedelta) -> torch.device:
+    """Meet the other processes and return this one's device; a collective may take as long as `patience` says."""
+    try:
+        return initialize_distributed(environment, patience)
+    except torch.distributed.DistNetworkError as error:
+        raise StartError(
+            f"the processes cannot meet at {environment.address}:{environment.port} (is the port taken? "
+            f"deepspeed and torchrun take another with --master_port): {str(error).splitlines()[0][:200]}"
+        ) from error
 
 
 def _patience(configuration: RunConfiguration) -> timedelta:
