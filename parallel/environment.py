@@ -277,7 +277,7 @@ def _address(variables: Mapping[str, str], claim: _Claim) -> str:
     # Under mpirun only the nodes after the first stand in a step of its own, so the job's list is the right one.
     names = ("SLURM_JOB_NODELIST",) if claim.launcher == "mpi" else ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     nodes = next((variables[name] for name in names if name in variables), None)
-    if claim.launcher != "torch" and nodes is not None:
+    if nodes is not None and (claim.launcher != "torch" or _is_task(variables)):
         return first_host(nodes)
     if claim.launcher == "mpi" and claim.nodes is None and claim.own_world:
         raise LaunchError(
