@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
@@ -43,6 +44,9 @@ def _is_partitioned(optimizer: object) -> bool:
 
 def flat_parameters(engine: DeepSpeedEngine) -> list[Tensor]:
     """The tensors that torch's optimizer updates: flat partitions under ZeRO, parameters otherwise."""
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
+        # It shows them to torch's optimizer one at a time; the groups are empty between steps.
+        return list(engine.optimizer.fp32_partitioned_groups_flat)
     return [tensor for group in engine.optimizer.param_groups for tensor in group["params"]]
 
 
@@ -157,5 +161,13 @@ def owned_gradients(engine: DeepSpeedEngine) -> Iterator[tuple[nn.Parameter, int
 
 def share_weights(engine: DeepSpeedEngine) -> None:
     """Copy the fp32 weights into the weights that the model computes with, on all data-parallel processes."""
-    if _is_partitioned(engine.optimizer):
-        engine.optimizer.update_lp_params()
+    optimizer = engine.optimizer
+    if _is_partitioned(optimizer):
+        optimizer.update_lp_params()
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        for low, wide in zip(
+            optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True
+        ):
+            low.data.copy_(wide.data)
+        if optimizer.persistent_parameters:  # small ones, which every process keeps whole
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
