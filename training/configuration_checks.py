@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 NOT_YET: dict[str, tuple[Any, ...] | None] = {
     "parallel.schedule": ("zero_bubble",),
-    "precision.compile": None,
     "monitor.profile": None,
     "monitor.timeline": None,
 }

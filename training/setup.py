@@ -1,5 +1,7 @@
 """Everything a run is made of, built in order: tokenizer and data, mesh, engine."""
 
+import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,16 @@ def open_data(configuration: RunConfiguration, pin_memory: bool = False) -> tupl
         token_bytes = np.zeros(configuration.model.vocabulary, dtype=np.int64)
         token_bytes[: tokenizer.vocab_size] = tokenizer.token_bytes()
     return configuration, RunData(tokenizer, train, validation, token_bytes)
+
+
+def check_compiler(configuration: RunConfiguration) -> None:
+    """Raise `ConfigurationError` where blocks are to be compiled and this machine has no compiler."""
+    compiler = os.environ.get("CXX", "g++")
+    if configuration.precision.compile and shutil.which(compiler) is None:
+        raise ConfigurationError(
+            f"precision.compile is true and needs a C++ compiler, but {compiler} is not found: install one, name it in "
+            "CXX, or set precision.compile to false"
+        )
 
 
 def block_counts(configuration: RunConfiguration) -> list[int]:

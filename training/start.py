@@ -20,7 +20,7 @@ from training.engine_state import restore_engine
 from training.loading import open_checkpoint
 from training.monitor import Monitor
 from training.progress import Progress
-from training.setup import RunData, build, checkpoints_folder, open_data
+from training.setup import RunData, build, check_compiler, checkpoints_folder, open_data
 from training.status import claim
 from training.stop_requests import StopRequests
 from training.trainer import Trainer
@@ -232,6 +232,7 @@ def _banner(configuration: RunConfiguration, layout: Layout, start: StartingPoin
 def _open_here(configuration: RunConfiguration) -> tuple[tuple[RunConfiguration, RunData] | None, str | None]:
     """Open the data on this process: (configuration with its vocabulary, data), or one sentence on what is wrong."""
     try:
+        check_compiler(configuration)
         return open_data(configuration, pin_memory=pins_memory()), None
     except (ConfigurationError, DataError) as error:
         return None, str(error)

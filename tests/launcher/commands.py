@@ -51,15 +51,17 @@ def run(*command: str | Path, timeout: float = 240, **environment: str) -> Resul
     return Result(done.returncode, done.stdout, done.stderr, time.monotonic() - started)
 
 
-def train(processes: int, *arguments: str, launcher: str = "deepspeed") -> Result:
+def train(processes: int, *arguments: str, launcher: str = "deepspeed", timeout: float = 240) -> Result:
     """Start launcher/train.py on so many processes: under the deepspeed command, torchrun, or as plain python."""
     script = ["launcher/train.py", *arguments]
     if launcher == "python":
         assert processes == 1
-        return run(sys.executable, *script)
+        return run(sys.executable, *script, timeout=timeout)
     if launcher == "torchrun":
-        return run(BIN / "torchrun", "--nproc-per-node", str(processes), "--master-port", str(free_port()), *script)
-    return run(BIN / "deepspeed", "--num_gpus", str(processes), "--master_port", str(free_port()), *script)
+        command = [BIN / "torchrun", "--nproc-per-node", str(processes), "--master-port", str(free_port())]
+    else:
+        command = [BIN / "deepspeed", "--num_gpus", str(processes), "--master_port", str(free_port())]
+    return run(*command, *script, timeout=timeout)
 
 
 def processes_of(marker: str) -> list[int]:
