@@ -55,13 +55,14 @@ class EngineSteps:
     phase: Phase
     """Where this process notes what it is doing."""
     _step_losses: Tensor | None
-    """The step's mean losses where they were needed before its end."""
+    """The mean losses of the newest step, the same on every process."""
 
     def _take_over_update(self) -> None:
         """Put our steps before the engine's update: every engine of DeepSpeed ends in `self.optimizer.step()`."""
         update = self.engine.optimizer.step
 
         def step(*arguments: Any, **keywords: Any) -> Any:
+            self._step_losses = self._mean_losses()
             self._spread_nonfinite_loss()
             if self.before_update is not None:
                 self.before_update()
@@ -80,26 +81,27 @@ class EngineSteps:
         self.engine.optimizer.step = step
 
     def _is_refused(self) -> bool:
-        self._step_losses = None
-        if self.refuse_update is None:
-            return False
-        self._step_losses = self._mean_losses()
-        return self.refuse_update(float(self._step_losses[0]))
+        return self.refuse_update is not None and self.refuse_update(float(self._losses_of_the_step()[0]))
 
     def _losses_of_the_step(self) -> Tensor:
-        return self._mean_losses() if self._step_losses is None else self._step_losses
+        """The mean losses, gathered before the update."""
+        assert self._step_losses is not None
+        return self._step_losses
 
     def _update(self, update: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Let the engine measure the norm, clip, skip where it is not finite, and step."""
         return update(*arguments, **keywords)
 
     def _spread_nonfinite_loss(self) -> None:
-        """Make one gradient element NaN where the loss is not finite (0 x loss is 0 otherwise): then all ranks skip."""
-        if self.holds_loss:
-            gradient = next(owned_gradients(self.engine), None)
-            if gradient is not None:
-                element = gradient[2].view(-1)[:1]
-                element.add_((self.loss.total() * 0.0).sum().to(element.dtype))
+        """Make one gradient element NaN where the loss is not finite (0 x loss is 0 otherwise): then all ranks skip.
+
+        On every process, by the loss that all know: with bf16 each data-parallel process looks at its own gradients
+        only, and one that skipped alone would be waited for by the others.
+        """
+        gradient = next(owned_gradients(self.engine), None)
+        if gradient is not None and self._step_losses is not None:
+            element = gradient[2].view(-1)[:1]
+            element.add_((self._step_losses * 0.0).sum().to(element.dtype))
 
     def _mean_losses(self, micro_batches: int | None = None) -> Tensor:
         """Recorded sums over micro-batches and data-parallel processes, divided as the factors ask: [2], everywhere."""

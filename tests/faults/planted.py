@@ -88,8 +88,7 @@ def sleep_in_loader(rank: int, step: int, seconds: float) -> Any:
 
     def make(original: Any) -> Any:
         def read(self: Any, first: int) -> Any:
-            per_step = self.micro_batch_size * self.micro_batches * self.stage.mesh.data
-            if RANK == rank and first == (step - 1) * per_step:
+            if RANK == rank and first == (step - 1) * self.batch.global_batch_size:
                 time.sleep(seconds)
             return original(self, first)
 
@@ -114,19 +113,25 @@ def sleep_in_forward(rank: int, step: int, seconds: float) -> Any:
 
 
 def infinite_gradient(rank: int, steps: list[int]) -> Any:
-    """One element of one rank's gradient is infinite, at these steps."""
-    from parallel.engine_steps import EngineSteps
-    from parallel.fragments import owned_gradients
+    """One element of one rank's gradient is infinite, at these steps, as its backward pass computes it."""
+    from training.trainer import Trainer
 
     def make(original: Any) -> Any:
-        def spread(self: Any) -> None:
-            original(self)
-            if RANK == rank and self.phase.step + 1 in steps:
-                next(owned_gradients(self.engine))[2].view(-1)[:1].fill_(float("inf"))
+        def run(self: Any) -> Any:
+            def ruin(gradient: Any) -> Any:
+                if self.engine.phase.step + 1 not in steps:
+                    return gradient
+                gradient = gradient.clone()
+                gradient.view(-1)[:1].fill_(float("inf"))
+                return gradient
 
-        return spread
+            if RANK == rank:
+                next(iter(self.engine.parameters)).register_hook(ruin)
+            return original(self)
 
-    return replaced(EngineSteps, "_spread_nonfinite_loss", make)
+        return run
+
+    return replaced(Trainer, "run", make)
 
 
 def spike(first_samples: list[int], height: float = 50.0) -> Any:

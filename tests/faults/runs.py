@@ -181,7 +181,7 @@ def run_all(folder: Path, runs: Sequence[tuple[str, Sequence[str], Sequence[Any]
     program = folder / "runs.json"
     listed = [{"argv": arguments(folder / name, overrides), "faults": list(faults)} for name, overrides, faults in runs]
     program.write_text(json.dumps(listed))
-    return run(folder / "all", processes=processes, argv=[str(program)], seconds=240.0)
+    return run(folder / "all", processes=processes, argv=[str(program)], seconds=280.0)
 
 
 def records(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
