@@ -131,8 +131,7 @@ def materialize(
     (`ParameterSlice`) and the marks by which DeepSpeed counts a divided parameter's norm once.
     """
     shapes = parameter_shapes(configuration)
-    module.to_empty(device=device)
-    module.to(dtype)
+    module.to(dtype).to_empty(device=device)
     for local_name, parameter in module.named_parameters():
         name = global_name(local_name)
         shape = tuple(shapes[name])

@@ -74,7 +74,8 @@ class TrainingFeed:
         """Micro-batches x data / targets of the global batch: 0 where there is no target at all."""
         mesh = self.stage.mesh
         if self.data.every_token_is_a_target:
-            return torch.tensor(1 / micro_batches[0].targets.numel(), dtype=torch.float32)
+            # On the device once a step: a copy for each micro-batch would wait for it.
+            return torch.tensor(1 / micro_batches[0].targets.numel(), dtype=torch.float32, device=self.stage.device)
         counted = sum((batch.targets != IGNORED).sum() for batch in micro_batches)
         total = torch.as_tensor(counted, dtype=torch.float64, device=self.stage.device)
         if mesh.data > 1:
