@@ -71,7 +71,8 @@ class Evaluator:
         self, data: ValidationData, windows: np.ndarray, micro_batches: int, totals: torch.Tensor
     ) -> Iterator[tuple[PipelineInput, Labels]]:
         mesh = self.stage.mesh
-        one = torch.ones((), dtype=torch.float32, device=self.stage.device)  # the engine sums; the division by the targets comes last
+        # The engine sums; the division by the targets comes last.
+        one = torch.ones((), dtype=torch.float32, device=self.stage.device)
         for index in range(micro_batches):
             places = sample_numbers(0, index, self.micro_batch_size, mesh.data, mesh.data_rank)
             batch = data.micro_batch(windows[places])
