@@ -117,12 +117,17 @@ class PipelineSteps(EngineSteps):
         self.phase.begin_batch(evaluating=True)
         # Buffers between stages keep the shape of the first micro-batch they saw.
         self.engine.reset_activation_shape()
-        self.engine.eval_batch(
-            iter(batch) if batch is not None else None,
-            reduce_output=None,
-            bcast_loss=False,
-            num_micro_batches=micro_batches,
-        )
+        # DualPipeV finds the buffers of its way back by the number of micro-batches of a training step.
+        trained, self.engine.micro_batches = self.engine.micro_batches, micro_batches
+        try:
+            self.engine.eval_batch(
+                iter(batch) if batch is not None else None,
+                reduce_output=None,
+                bcast_loss=False,
+                num_micro_batches=micro_batches,
+            )
+        finally:
+            self.engine.micro_batches = trained
         self.engine.reset_activation_shape()
         with torch.no_grad():
             return self._mean_losses(micro_batches)
