@@ -255,6 +255,23 @@ def fp16_without_its_instructions() -> Any:
     return replaced(type(get_accelerator()), "is_fp16_supported", lambda _: lambda self: True)
 
 
+def joined_once() -> Any:
+    """Processes that have met for one run do not meet again for the next."""
+    from training import start
+
+    devices: list[Any] = []
+
+    def make(original: Any) -> Any:
+        def initialize(*arguments: Any) -> Any:
+            if not devices:
+                devices.append(original(*arguments))
+            return devices[0]
+
+        return initialize
+
+    return replaced(start, "initialize_distributed", make)
+
+
 def run(argv: list[str], faults: list[list[Any]]) -> int:
     """One run with its faults."""
     from launcher import train
@@ -270,11 +287,12 @@ def main() -> int:
     """The run that the command line asks for, or the list of runs."""
     argv = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
     if len(argv) == 1 and argv[0].endswith(".json"):
-        for each in json.loads(Path(argv[0]).read_text()):
-            if RANK == 0:
-                print(f"== {each['argv'][1:]} {each['faults']}", flush=True)
-            if status := run(each["argv"], each["faults"]):
-                return status
+        with joined_once():
+            for each in json.loads(Path(argv[0]).read_text()):
+                if RANK == 0:
+                    print(f"== {each['argv'][1:]} {each['faults']}", flush=True)
+                if status := run(each["argv"], each["faults"]):
+                    return status
         return 0
     return run(argv, json.loads(os.environ.get("FAULTS", "[]")))
 
