@@ -96,7 +96,9 @@ def run(setting: Setting, dtype: torch.dtype = torch.float32, samples_at_once: i
     return trace
 
 
-def mean_gradient(model: LanguageModel, setting: Setting, step: int, samples_at_once: int) -> tuple[float, list[Tensor]]:
+def mean_gradient(
+    model: LanguageModel, setting: Setting, step: int, samples_at_once: int
+) -> tuple[float, list[Tensor]]:
     """Mean loss over the targets of step `step`'s batch and its gradients, in fp32 at least."""
     first = (step - 1) * setting.batch
     numbers = list(range(first, first + setting.batch))

@@ -45,7 +45,8 @@ class RecordingMonitor:
         self.validations.append(record)
 
     def say(self, text: str) -> None:
-        """Nothing."""
+        """A failed save must not go unnoticed."""
+        assert "could not" not in text, text
 
     def sync(self) -> None:
         """Nothing."""
@@ -74,9 +75,7 @@ def engine_of(
     configuration: RunConfiguration, layout: Layout, device: torch.device
 ) -> Iterator[tuple[StageSettings, TrainingEngine]]:
     """Stage and engine on the layout's mesh, let go of afterwards."""
-    stage, engine = build(
-        configuration, layout, device, mesh_of(layout.pipeline, layout.tensor, layout.data)
-    )
+    stage, engine = build(configuration, layout, device, mesh_of(layout.pipeline, layout.tensor, layout.data))
     try:
         yield stage, engine
     finally:
@@ -96,7 +95,15 @@ def trainer_of(
         monitor = RecordingMonitor()
         yield (
             Trainer(
-                configuration, layout, data, stage, engine, monitor, "run", 1, progress or Progress()  # type: ignore[arg-type]
+                configuration,
+                layout,
+                data,
+                stage,
+                engine,
+                monitor,
+                "run",
+                1,
+                progress or Progress(),  # type: ignore[arg-type]
             ),
             monitor,
         )
