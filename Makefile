@@ -8,8 +8,8 @@ DEMO_DATA := corpus/stdlib/report.json
 
 # The text that every machine has: the standard library of the Python in use.
 STDLIB = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
-# Two processes for two stages: on devices where there are two, else on the CPU.
-ON_THIS_MACHINE = if [ "$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')" -lt 2 ]; then export DS_ACCELERATOR=cpu; fi
+# Two processes for two stages: on devices where there are two, else on the CPU, a core each.
+ON_THIS_MACHINE = if [ "$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')" -lt 2 ]; then export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1; fi
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
