@@ -20,6 +20,7 @@ import yaml
 from data.errors import DataError
 from data.progress import Progress
 from data.tokenizer import load_tokenizer
+from launcher.mistakes import sentence
 from model.costs import parameter_count
 from training.checkpoint import Checkpoint, CheckpointError, Manifest, steps
 from training.huggingface import ConversionError, from_huggingface, read_json, to_huggingface
@@ -246,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         commands[options.command](options)
     except (CheckpointError, ConversionError, DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {sentence(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -35,6 +35,7 @@ from data.indexed import IndexedWriter, token_dtype
 from data.progress import Progress
 from data.tokenizer import Tokenizer, load_tokenizer
 from launcher.generate import DTYPES, device_and_dtype
+from launcher.mistakes import sentence
 from launcher.train import report
 from model.language_model import LanguageModel
 from parallel.environment import Environment, LaunchError, read_environment
@@ -155,6 +156,8 @@ def prepare_text(files: Sequence[Path], tokenizer: Tokenizer, prefix: Path) -> N
                 text = file.read_bytes().decode("utf-8")
             except UnicodeDecodeError as error:
                 raise DataError(f"{file}: expected UTF-8 text, found another byte at {error.start}") from error
+            except OSError as error:
+                raise DataError(sentence(error)) from error
             writer.add_document([*tokenizer.encode(text), tokenizer.end_of_document])
 
 
@@ -223,6 +226,8 @@ def check(options: argparse.Namespace, world_size: int) -> None:
             f"--pipeline {options.pipeline} --tensor {options.tensor} needs {copy} processes or a multiple, found "
             f"{world_size}: start it with  deepspeed --num_gpus {copy} launcher/evaluate.py ..."
         )
+    if options.json and not options.json.absolute().parent.is_dir():
+        raise LaunchError(f"--json {options.json}: there is no folder {options.json.parent}")
     if world_size > 1 and options.device:
         raise LaunchError("--device is for one process; of several, each takes the device of its local rank")
 
@@ -245,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.json:
                 options.json.write_text(json.dumps(asdict(result), indent=2) + "\n")
     except (LaunchError, CheckpointError, DataError, OSError) as error:
-        return report(str(error), rank)
+        return report(sentence(error), rank)
     return 0
 
 

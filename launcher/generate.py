@@ -15,6 +15,7 @@ from torch import Tensor
 
 from data.errors import DataError
 from data.tokenizer import Tokenizer, load_tokenizer
+from launcher.mistakes import sentence
 from model.context import KeyValueCache
 from model.language_model import LanguageModel
 from training.checkpoint import CheckpointError
@@ -133,6 +134,8 @@ def _prompts(options: argparse.Namespace) -> Iterator[str]:
     elif options.file is not None:
         yield options.file.read_text(encoding="utf-8")
     else:
+        if sys.stdin.isatty():
+            print("Type a text to continue; Ctrl-D ends.", file=sys.stderr)
         while True:
             try:
                 yield input("> " if sys.stdin.isatty() else "")
@@ -180,8 +183,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run(options)
     except (CheckpointError, DataError, OSError, UnicodeDecodeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {sentence(error)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # enough of this text
+        print()
+        return 130
     return 0
 
 

@@ -49,6 +49,7 @@ LATEST = "latest"
 COMPLETE = re.compile(r"step_(\d+)")
 REPLACED = re.compile(r"\.step_(\d+)\.replaced-\d+")
 PARTIAL = re.compile(r"\.step_(\d+)\.partial-(\d+)")
+CUT_OFF = "is incomplete: a save was cut off there"
 DELETED = re.compile(r"\.step_(\d+)\.deleted")
 
 
@@ -153,7 +154,7 @@ def newest_sound(checkpoints: Path, run_id: str | None = None, verify: bool = Tr
     Newest is what was published last (`Manifest.age`). `verify` compares checksums, not only sizes.
     """
     reports = [
-        f"{path} is incomplete: a save was cut off there"
+        f"{path} {CUT_OFF}"
         for path in (sorted(checkpoints.iterdir()) if checkpoints.is_dir() else ())
         if PARTIAL.fullmatch(path.name)
     ]
@@ -180,8 +181,11 @@ def newest_sound(checkpoints: Path, run_id: str | None = None, verify: bool = Tr
     return None, reports
 
 
-def find(path: Path | str, verify: bool = True) -> Path:
-    """The checkpoint meant by a checkpoint folder, a run folder or its `checkpoints` folder (then the newest sound)."""
+def find(path: Path | str, verify: bool = True, say: Callable[[str], None] = lambda sentence: None) -> Path:
+    """The checkpoint meant by a checkpoint folder, a run folder or its `checkpoints` folder (then the newest sound).
+
+    `say` is told of each damaged one that was passed over.
+    """
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder, and so no run and no checkpoint")
@@ -192,6 +196,9 @@ def find(path: Path | str, verify: bool = True) -> Path:
     if newest is None:
         reason = f" ({reports[0]})" if reports else ""
         raise CheckpointError(f"{path} is neither a checkpoint nor a run that holds a sound one{reason}")
+    for report in reports:
+        if not report.endswith(CUT_OFF):  # a save may be under way
+            say(report)
     return newest
 
 

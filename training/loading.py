@@ -1,5 +1,6 @@
 """A trained model for use on one device: weights, configuration and tokenizer out of any layout's checkpoint."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")
 
 
 def open_checkpoint(given: Path | str) -> Checkpoint:
-    """The checkpoint meant by a run, a folder of checkpoints or a checkpoint, every file of it verified."""
-    path = find(given)
+    """The checkpoint meant by a run, a folder of checkpoints or a checkpoint, every file of it verified.
+
+    Where a run's newest is damaged and an older one is taken, standard error says so.
+    """
+    path = find(given, say=lambda report: print(f"warning: {report}", file=sys.stderr))
     return Checkpoint.open(path, verify=path == Path(given))  # for a run, `find` has verified it already
 
 

@@ -123,9 +123,13 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     for arguments, named in (
         (["--data", tmp_path / "nothing"], "nothing.idx"),
-        (["--text", tmp_path / "nothing.txt"], "nothing.txt"),
+        (["--text", tmp_path / "nothing.txt"], "nothing.txt: no such file or directory"),
         (["--text", tmp_path / "latin.txt"], "expected UTF-8 text, found another byte at 3"),
         (["--text", STDLIB / "json" / "tool.py", "--batch-size", 0], "--batch-size is 0"),
+        (
+            ["--text", STDLIB / "json" / "tool.py", "--json", tmp_path / "no" / "x.json"],
+            "no/x.json: there is no folder",
+        ),
     ):
         assert evaluate.main([str(run), *map(str, arguments)]) == 2
         lines = capsys.readouterr().err.splitlines()

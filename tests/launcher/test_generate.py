@@ -181,6 +181,17 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert "rank_00000.safetensors is damaged" in capsys.readouterr().err
 
 
+def test_a_damaged_newest_checkpoint_is_named_and_an_older_one_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = save_run(tmp_path / "run", random_model(configuration()))
+    (run / "checkpoints" / "step_00000030").mkdir()
+    (run / "checkpoints" / ".step_00000040.partial-1").mkdir()  # a save may be under way: nothing is said of it
+    assert generate.main([str(run), "--prompt", "x", "--tokens", "2"]) == 0
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith("warning: ") and "step_00000030/manifest.json is missing" in warning
+
+
 def test_help_says_how_to_serve() -> None:
     result = subprocess.run([sys.executable, generate.__file__, "--help"], capture_output=True, text=True, check=True)
     assert "vllm serve exported" in result.stdout and "--top-p" in result.stdout
