@@ -3,6 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+HARNESS := .venv/.installed-harness
 PARITY_DATA := corpus/parity/report.json
 DEMO_DATA := corpus/stdlib/report.json
 
@@ -58,7 +59,11 @@ test: setup
 	@mkdir -p build && rm -f build/tests.xml
 	$(BIN)/python -m pytest --junitxml=build/tests.xml
 
-test-full: setup
+$(HARNESS): requirements-harness.txt $(INSTALLED)
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt -r requirements-test.txt -r $<
+	@touch $@
+
+test-full: setup $(HARNESS)
 	@mkdir -p build && rm -f build/tests.xml
 	$(BIN)/python -m pytest --junitxml=build/tests.xml -m ''
 
