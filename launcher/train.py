@@ -13,6 +13,7 @@ from training.configuration import ConfigurationError, check_world, load, to_yam
 from training.layout import choose_layout
 from training.stop_requests import StopRequests
 
+FAILED = 1
 MISTAKE = 2
 
 EXAMPLES = """\
@@ -45,8 +46,8 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def report(message: str, rank: int) -> int:
-    """Print the sentence once, from rank 0, and return the exit status of a mistake.
+def report(message: str, rank: int, status: int = MISTAKE) -> int:
+    """Print the sentence once, from rank 0, and return the exit status.
 
     Launchers end all processes when one leaves: the others wait, so that rank 0 gets to speak.
     """
@@ -54,7 +55,7 @@ def report(message: str, rank: int) -> int:
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:
         time.sleep(5)
-    return MISTAKE
+    return status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,10 +79,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     stops = StopRequests()
     # Heavy imports only now: a mistake above is reported in a fraction of a second.
+    from parallel.meeting import PreflightError
     from training.start import StartError, train
 
     try:
         return train(configuration, layout, environment, stops)
+    except PreflightError as error:
+        return report(str(error), 0 if error.alone else rank, FAILED)
+    except LaunchError as error:
+        return report(str(error), 0 if error.alone else rank)
     except StartError as error:
         return report(str(error), rank)
     finally:

@@ -15,7 +15,12 @@ from dataclasses import dataclass
 
 
 class LaunchError(Exception):
-    """The launchers' variables contradict each other or are incomplete: one sentence."""
+    """The launchers' variables contradict each other or are incomplete: one sentence, the same on every process, or of
+    one process that has to speak for itself (`alone`)."""
+
+    def __init__(self, sentence: str, alone: bool = False) -> None:
+        super().__init__(sentence)
+        self.alone = alone
 
 
 @dataclass(frozen=True)
@@ -234,7 +239,7 @@ def _check_allocation(variables: Mapping[str, str], claims: list[_Claim]) -> Non
     if not claims and tasks > 1:
         raise LaunchError(
             f"this Slurm job has {tasks} tasks (SLURM_NTASKS), and this is one process that srun did not start: "
-            "start it with  srun python launcher/train.py ...  (srun -n 1 for one process)"
+            "put srun before it, or  srun -n 1  for one process"
         )
     if claims and nodes > 1 and claims[0].own_world and claims[0].nodes == 1:
         claim = claims[0]

@@ -13,6 +13,7 @@ The rules, from status.json and the newest checkpoint (never from the launcher's
     failed without one, the first time                   again
     failed without one, twice in a row                   the end, and the job has failed
     a mistake in the configuration or the data           the end, and the job has failed
+    another start has taken the run over                 nothing: this host was cut off, and the job goes on elsewhere
 
 Each decision is a line of runs/NAME/slurm.jsonl. Jobs that Slurm itself ends (scancel, a node that failed, preemption
 with requeue) do not come here: Slurm queues those again or not, as --requeue says.
@@ -60,6 +61,8 @@ class Decision:
     why: str
     failed: bool = False
     """Whether this start failed, and so the job where it does not run again."""
+    superseded: bool = False
+    """Whether the run is another start's by now, and this decision nobody's business."""
 
 
 def standing(run_dir: Path) -> Standing:
@@ -71,6 +74,9 @@ def standing(run_dir: Path) -> Standing:
 def decide(run_dir: Path, steps: int, before: Standing, code: int) -> Decision:
     """Whether a job whose start left `code` shall run again. Reads the run's folder and changes nothing."""
     now = standing(run_dir)
+    if now.attempt > before.attempt + 1:
+        why = f"attempt {now.attempt} has taken {run_dir} over"
+        return Decision(False, 0, why, failed=True, superseded=True)
     status = read_status(run_dir, stale_seconds=0.0) if now.attempt > before.attempt else None
     steps_made = now.saved_step - before.saved_step
     past = earlier_failures(run_dir)
@@ -95,17 +101,23 @@ def decide(run_dir: Path, steps: int, before: Standing, code: int) -> Decision:
 
 def earlier_failures(run_dir: Path) -> int:
     """Failures in a row without progress, as the last decision counted them."""
+    return int(last_record(run_dir).get("failures", 0))
+
+
+def last_record(run_dir: Path) -> dict[str, int]:
+    """The last decision about this run; empty where there is none."""
     try:
-        return int(json.loads((run_dir / RECORD).read_text().splitlines()[-1])["failures"])
-    except (OSError, ValueError, KeyError, IndexError):
-        return 0
+        return dict(json.loads((run_dir / RECORD).read_text().splitlines()[-1]))
+    except (OSError, ValueError, IndexError):
+        return {}
 
 
 def record(run_dir: Path, decision: Decision, what: str) -> None:
     """Append the decision to the run's record."""
     run_dir.mkdir(parents=True, exist_ok=True)
     restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    line = {"job": job_id(), "restart": restart, **asdict(decision), "what": what, **asdict(standing(run_dir))}
+    decided = {name: value for name, value in asdict(decision).items() if name != "superseded"}
+    line = {"job": job_id(), "restart": restart, **decided, "what": what, **asdict(standing(run_dir))}
     with (run_dir / RECORD).open("a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -128,6 +140,9 @@ def run(*command: str) -> tuple[bool, str]:
 
 def queue_again(run_dir: Path, decision: Decision, arguments: Sequence[str]) -> int:
     """Put this job back into the queue, or where that is forbidden submit it anew; the exit status of the job."""
+    if (restarts := restarts_of_job()) not in (None, int(os.environ.get("SLURM_RESTART_COUNT", "0"))):
+        say(f"{decision.why}; Slurm has started this job elsewhere meanwhile (restart {restarts}): nothing to do here")
+        return 1
     record(run_dir, decision, "requeue")
     say(f"{decision.why}: back into the queue")
     done, said = run("scontrol", "requeue", job_id())
@@ -137,6 +152,12 @@ def queue_again(run_dir: Path, decision: Decision, arguments: Sequence[str]) -> 
     done, said = run("sbatch", "--parsable", f"--dependency=afterany:{job_id()}", *same_options(), script(), *arguments)
     say(f"goes on as job {said}" if done else f"could not be submitted again: {said}")
     return 0 if done else 1
+
+
+def restarts_of_job() -> int | None:
+    """How often Slurm has started this job again by now; None where it does not say."""
+    found = re.search(r"\bRestarts=(\d+)", run("scontrol", "show", "job", "--oneliner", job_id())[1])
+    return int(found[1]) if found else None
 
 
 def script() -> str:
@@ -159,13 +180,8 @@ def same_options() -> list[str]:
         "--array": "SLURM_ARRAY_TASK_ID",
     }
     options = [f"{option}={os.environ[name]}" for option, name in names.items() if os.environ.get(name)]
-    for option, letter in (("--time", "%l"), ("--output", "%o"), ("--comment", "%k")):
-        done, said = run("squeue", "--noheader", f"--job={job_id()}", f"--format={letter}")
-        if option == "--output":
-            continue  # the script's, or Slurm's default with the new number
-        if done and said and said != "(null)":
-            options.append(f"{option}={said}")
-    return options
+    done, limit = run("squeue", "--noheader", f"--job={job_id()}", "--format=%l")
+    return [*options, f"--time={limit}"] if done and limit else options
 
 
 def before(arguments: Sequence[str]) -> int:
@@ -186,6 +202,8 @@ def before(arguments: Sequence[str]) -> int:
         f"start {int(restart) + 1} of this job on {os.environ['SLURM_JOB_NODELIST']}, {tasks} tasks; "
         f"{run_dir} has {now.saved_step} of {configuration.training.steps} steps saved"
     )
+    if restart != "0" and now.attempt > last_record(run_dir).get("attempt", 0):
+        say("the start before ended without a decision: its node failed, or Slurm took the job off it")
     print(f"{now.attempt}:{now.saved_step}")
     return 0
 
@@ -204,7 +222,7 @@ def after(arguments: Sequence[str]) -> int:
     decision = decide(run_dir, configuration.training.steps, Standing(attempt, saved_step), code)
     if decision.again:
         return queue_again(run_dir, decision, arguments[2:])
-    if code != MISTAKE or run_dir.exists():
+    if not decision.superseded and (code != MISTAKE or run_dir.exists()):
         record(run_dir, decision, "end")
     say(f"{decision.why}: not queued again")
     return code or 1 if decision.failed else 0

@@ -12,7 +12,9 @@ from data.errors import DataError
 from parallel.device import initialize_distributed, pins_memory
 from parallel.environment import Environment
 from parallel.exchange import barrier, gather_json
+from parallel.meeting import MEETING_SECONDS, PreflightError
 from parallel.phase import Phase
+from parallel.preflight import preflight
 from training.checkpoint import Checkpoint, CheckpointError, newest_sound, remove_leftovers
 from training.company import Company
 from training.configuration import ConfigurationError, Layout, RunConfiguration, to_yaml
@@ -29,6 +31,8 @@ from training.watchdog import START_SECONDS, Watchdog
 RUN_ID = ".run_id"
 FINISHED = 0
 """Exit status of a run that finished or stopped as asked. One that fails leaves with 1 (`training.failure`)."""
+MISTAKE_SECONDS = 15.0
+"""A process that has found a mistake waits so long for rank 0, which has to say it."""
 
 
 class StartError(Exception):
@@ -56,13 +60,21 @@ def train(configuration: RunConfiguration, layout: Layout, environment: Environm
     opened, mistake = _open_here(configuration)
     if mistake is not None and environment.rank == 0:
         raise StartError(mistake)  # without waiting for the others, who have most likely found the same
-    device = join(environment, _patience(configuration))
+    try:
+        device = join(environment, _patience(configuration), MEETING_SECONDS if mistake is None else MISTAKE_SECONDS)
+    except PreflightError as error:
+        if mistake is None:
+            raise
+        raise StartError(mistake) from error  # rank 0 did not come: it has found the same, and said so
     stops.joined()
     # A file may be missing on one node only: then that process's sentence is everybody's.
     if mistakes := [found for found in gather_json(mistake) if found]:
         raise StartError(mistakes[0])
     assert opened is not None
     configuration, data = opened
+    lines = preflight(environment, device, Path(configuration.run.output_dir))
+    if environment.rank == 0:
+        print("\n".join(lines), flush=True)
     torch.manual_seed(configuration.run.seed)
     start = _agree_on_start(configuration, environment)
     checkpoint = Checkpoint.open(start.checkpoint, verify=False) if start.checkpoint else None
@@ -122,10 +134,10 @@ def train(configuration: RunConfiguration, layout: Layout, environment: Environm
     return FINISHED
 
 
-def join(environment: Environment, patience: timedelta) -> torch.device:
+def join(environment: Environment, patience: timedelta, meeting_seconds: float = MEETING_SECONDS) -> torch.device:
     """Meet the other processes and return this one's device; a collective may take as long as `patience` says."""
     try:
-        return initialize_distributed(environment, patience)
+        return initialize_distributed(environment, patience, meeting_seconds)
     except torch.distributed.DistNetworkError as error:
         raise StartError(
             f"the processes cannot meet at {environment.address}:{environment.port} (is the port taken? "

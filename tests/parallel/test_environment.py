@@ -158,7 +158,7 @@ def test_mpich_has_names_of_its_own() -> None:
         pytest.param(
             BATCH | MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, ("2 nodes", "mpirun"), id="mpirun on one of two nodes"
         ),
-        pytest.param(BATCH, ("4 tasks", "SLURM_NTASKS", "srun python launcher/train.py"), id="srun forgotten"),
+        pytest.param(BATCH, ("4 tasks", "SLURM_NTASKS", "put srun before it"), id="srun forgotten"),
         pytest.param(MPIRUN, ("MASTER_ADDR is not set", "-x MASTER_ADDR"), id="mpirun over nodes that nobody can name"),
         pytest.param({"RANK": "0"}, ("RANK is set and WORLD_SIZE is not",), id="no size"),
         pytest.param({"RANK": "4", "WORLD_SIZE": "4"}, ("RANK is 4, expected 0 to 3",), id="a rank too many"),
