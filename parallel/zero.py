@@ -53,6 +53,9 @@ def deepspeed_configuration(settings: EngineSettings, on_cpu: bool) -> dict[str,
         "steps_per_print": None,
         "wall_clock_breakdown": False,
     }
+    if settings.dtype != "fp32":
+        # By default gradients would be rounded to 16 bits before they are averaged, whatever they were accumulated in.
+        configuration["communication_data_type"] = "fp32"
     if settings.dtype == "bf16":
         configuration["bf16"] = {"enabled": True, "check_grad_overflow": True}
         configuration["data_types"] = {"grad_accum_dtype": "fp32"}

@@ -56,13 +56,16 @@ class Trace:
 
 
 def run(setting: Setting, dtype: torch.dtype = torch.float32, samples_at_once: int = 4) -> Trace:
-    """Train. float32 and float64 are what the whole computation uses; bfloat16 keeps fp32 weights and gradients beside."""
+    """Train. The whole computation uses `dtype`; beside bfloat16 stand fp32 weights, gradients and moments.
+
+    A run in bfloat16 begins with rounded weights, the fp32 ones too.
+    """
     model = LanguageModel(setting.model)
     initialize(model, setting.model, setting.seed)
     low = dtype in (torch.bfloat16, torch.float16)
     names = [name for name, _ in model.named_parameters()]
-    masters = [p.detach().clone().to(torch.float32 if low else dtype) for p in model.parameters()]
     model.to(dtype).train()
+    masters = [p.detach().clone().to(torch.float32 if low else dtype) for p in model.parameters()]
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(
         [
