@@ -82,6 +82,8 @@ class Saver:
         """From the beginning to the end of the last complete save."""
         self.retry_step: int | None = None
         """Step boundary at which to try again, after a save that failed."""
+        self.at_the_end = False
+        """Whether no further step will come."""
         self._pause = 1
         self._save: _Save | None = None
         self._copies: list[torch.Tensor] = []
@@ -187,7 +189,8 @@ class Saver:
         self.last_error = error
         self.retry_step = now + self._pause
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        self.say(f"warning: step {step} could not be saved: {error}; trying again at step {self.retry_step}")
+        again = "" if self.at_the_end else f"; trying again at step {self.retry_step}"
+        self.say(f"warning: step {step} could not be saved: {error}{again}")
 
     def finish(self, alive: Callable[[], None]) -> None:
         """Wait until no save is under way; `alive` is called now and then, for a slow disk is no hang. Collective."""

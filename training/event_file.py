@@ -75,8 +75,10 @@ def records(path: Path) -> Iterator[tuple[bytes, Event]]:
             yield header + body, Event.FromString(body[:-4])
 
 
-def cut_event_files(folder: Path, step: int) -> None:
-    """Takes everything beyond `step`, and torn ends, out of the event files; a file with nothing left goes.
+def cut_event_files(folder: Path, step: int, evaluated_step: int) -> None:
+    """Takes everything beyond `step`, evaluations beyond `evaluated_step`, and torn ends, out of the event files.
+
+    A file with nothing left goes.
 
     Every file is written anew: what a process of an earlier attempt still holds open is then another file.
     """
@@ -85,7 +87,9 @@ def cut_event_files(folder: Path, step: int) -> None:
         left = False
         with temporary.open("wb") as file:
             for record, event in records(path):
-                if event.step <= step:
+                tags = [value.tag for value in event.summary.value]
+                of_evaluation = bool(tags) and tags[0].startswith("validation/")
+                if event.step <= (evaluated_step if of_evaluation else step):
                     file.write(record)
                     left |= event.HasField("summary")
             file.flush()

@@ -97,6 +97,8 @@ def report(failure: Failure, run_dir: Path, run_id: str, attempt: int, step: int
 
 def leave_now() -> None:
     """End this process, whatever its other threads are waiting for."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # also where the log is on a full disk
+        os._exit(1)

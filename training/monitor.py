@@ -26,8 +26,9 @@ STATUS_SECONDS = 5.0
 class Monitor:
     """Writes a run's numbers; on any rank but 0 it writes nothing and its methods do nothing.
 
-    `resume_step` is the step that the run goes on from, 0 at its beginning. Methods raise SupersededError once a newer
-    attempt has claimed the run folder: then the process must leave.
+    `resume_step` is the step that the run goes on from, 0 at its beginning; `evaluated_step`, where it is an earlier
+    one, the newest that was evaluated (a stop may come before an evaluation, which then comes again). Methods raise
+    SupersededError once a newer attempt has claimed the run folder: then the process must leave.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Monitor:
         *,
         rank: int = 0,
         resume_step: int = 0,
+        evaluated_step: int | None = None,
         total_steps: int = 0,
         run_id: str = "",
         attempt: int = 0,
@@ -52,18 +54,18 @@ class Monitor:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
         self._set_status(self._status)
-        self._open_at(resume_step)
+        self._open_at(resume_step, resume_step if evaluated_step is None else evaluated_step)
         if console:
             self._console = TrainingConsole(total_steps, resume_step)
 
-    def _open_at(self, step: int) -> None:
-        cut_metrics(self.run_dir / METRICS, step)
+    def _open_at(self, step: int, evaluated_step: int) -> None:
+        cut_metrics(self.run_dir / METRICS, step, evaluated_step)
         self._metrics = Appender(self.run_dir / METRICS, self.say)
-        cut_event_files(self.run_dir / TENSORBOARD, step)
+        cut_event_files(self.run_dir / TENSORBOARD, step, evaluated_step)
         if self._tensorboard:
             self._events = EventFile(self.run_dir / TENSORBOARD, step, self._status.attempt, self.say)
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, evaluated_step: int) -> None:
         """The run goes back to this step within one attempt: what was written of later ones is taken out."""
         if not self._active:
             return
@@ -71,7 +73,7 @@ class Monitor:
         self._metrics.close()
         if self._events:
             self._events.close()
-        self._open_at(step)
+        self._open_at(step, evaluated_step)
 
     def train(self, record: Mapping[str, Any]) -> None:
         """A logged step: `step` and its numbers (DESIGN's kind "train"). Scalars are called train/KEY."""
@@ -168,8 +170,8 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def cut_metrics(path: Path, step: int) -> None:
-    """Takes lines beyond `step`, and torn ones, out of a metrics file.
+def cut_metrics(path: Path, step: int, evaluated_step: int) -> None:
+    """Takes lines beyond `step`, of evaluations beyond `evaluated_step`, and torn ones, out of a metrics file.
 
     The file is always written anew: what a process of an earlier attempt still holds open is then another file.
     """
@@ -179,7 +181,9 @@ def cut_metrics(path: Path, step: int) -> None:
     with path.open() as old, temporary.open("w") as new:
         for line in old:
             try:
-                kept = line.endswith("\n") and json.loads(line)["step"] <= step
+                record = json.loads(line)
+                last = evaluated_step if record["kind"] == "validation" else step
+                kept = line.endswith("\n") and record["step"] <= last
             except (ValueError, KeyError, TypeError):
                 kept = False
             if kept:

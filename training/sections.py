@@ -260,9 +260,9 @@ class Training(Section):
     """Seconds from a request to stop to the end of the running step or evaluation; after them the process leaves
     without saving."""
 
-    hang_seconds: Positive | None = 1800.0
+    hang_seconds: Positive | None = 1200.0
     """Seconds without a finished step (or micro-batch of an evaluation) after which all processes write their stacks
-    and fail; half an hour more until the first step of a start (null: no limit)."""
+    and fail; ten minutes more until the first step of a start (null: no limit)."""
 
     skipped_in_a_row: Count = 10
     """Steps skipped one after another, for a loss or gradient that is not finite, after which the run fails."""

@@ -107,6 +107,7 @@ def train(configuration: RunConfiguration, layout: Layout, environment: Environm
             run_dir,
             rank=environment.rank,
             resume_step=progress.step,
+            evaluated_step=progress.evaluated_step,
             total_steps=training.steps,
             run_id=start.run_id,
             attempt=start.attempt,
@@ -148,7 +149,7 @@ def join(environment: Environment, patience: timedelta, meeting_seconds: float =
 def _patience(configuration: RunConfiguration) -> timedelta:
     """How long a collective may take: longer than the watchdog waits, which has more to say."""
     hang_seconds = configuration.training.hang_seconds or 0.0
-    return timedelta(seconds=max(1800.0, hang_seconds + START_SECONDS + 600.0))
+    return timedelta(seconds=max(1800.0, hang_seconds + START_SECONDS + 300.0))
 
 
 def _agree_on_start(configuration: RunConfiguration, environment: Environment) -> StartingPoint:

@@ -266,7 +266,7 @@ class Trainer:
         self.progress.spikes = spikes
         self.progress.pass_over(end)
         self.spikes = self._spike_detector()
-        self.monitor.rewind(back)
+        self.monitor.rewind(back, self.progress.evaluated_step)
         self.monitor.say(f"step {step}: {self.spike}: back to step {back}, passing over samples {first} to {end - 1}")
         self._rewinds = (back, self._rewinds[1] + 1 if self._rewinds[0] == back else 1)
         if self._rewinds[1] >= self.configuration.training.skipped_in_a_row:
@@ -334,6 +334,7 @@ class Trainer:
     def save_at_the_end(self) -> None:
         """Wait for the save that is under way, and save the last step if it is not saved. Fails where that fails."""
         step = self.progress.step
+        self.saver.at_the_end = True
         with self._stalling(f"saving step {step}, the last"):
             self.saver.finish(self.engine.phase.alive)
             for pause in (*LAST_SAVE_PAUSES, None):

@@ -25,7 +25,7 @@ from training.status import is_current
 from training.stop_requests import StopRequests
 
 POLL_SECONDS = 0.5
-START_SECONDS = 1800.0
+START_SECONDS = 600.0
 """Added to training.hang_seconds until the first step of a start is finished: building, loading and compiling."""
 LAST_WORDS_SECONDS = 3.0
 """The rank that reports waits so long, so that the others have said what they have to say."""

@@ -129,6 +129,7 @@ def start(
     deepspeed: bool = False,
     script: Path = PLANTED,
     argv: list[str] | None = None,
+    log: Path | None = None,
 ) -> Started:
     """Start a run with these faults: its ranks alone, or by the `deepspeed` command."""
     environment = {
@@ -141,7 +142,7 @@ def start(
         "PATH": f"{BIN}:{os.environ['PATH']}",
     }
     argv = argv or arguments(folder, overrides)
-    log = folder.parent / f"{folder.name}.log"
+    log = log or folder.parent / f"{folder.name}.log"
     with log.open("w") as file:
         common: dict[str, Any] = {"cwd": ROOT, "stdout": file, "stderr": subprocess.STDOUT}
         if deepspeed:

@@ -15,7 +15,7 @@ from training.checkpoint import newest_sound
 # 20 MB hold three checkpoints of this model (12 bytes a parameter, 5.2 MB) and no fourth.
 LARGER = [
     "model.hidden_size=96", "model.ffn_hidden_size=768", "model.num_layers=2",
-    "training.steps=24", "training.eval_every=24", "checkpoint.every=3",
+    "checkpoint.every=3",
 ]  # fmt: skip
 
 
@@ -36,24 +36,25 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_fills_up_and_is_freed_again(small_disk: Path) -> None:
     """E8: a warning, a try again, a count; the checkpoints that are there stay sound, and no metric is lost."""
     folder = small_disk / "run"
-    started = start(folder, *LARGER, processes=1, faults=[("pace", [0.4])])
+    overrides = [*LARGER, "training.steps=24", "training.eval_every=24"]
+    log = small_disk.parent / "run.log"
+    started = start(folder, *overrides, processes=1, faults=[("pace", [0.4])], log=log)
     started.wait_for("step 13/24")
     newest, reports = newest_sound(folder / "checkpoints")
     assert newest is not None and newest.name == "step_00000009" and not reports
     text = started.text()
     assert "warning: step 12 could not be saved: " in text and "GiB free, and a checkpoint takes 0.00" in text
     # Full to the last byte: metrics wait in memory.
-    with (small_disk / "filler").open("wb") as file:
-        try:
-            while True:
-                file.write(b"x" * 4096)
-                file.flush()
-        except OSError:
-            pass
+    filler = os.open(small_disk / "filler", os.O_WRONLY | os.O_CREAT)
+    with pytest.raises(OSError, match="No space left on device"):
+        while True:
+            os.write(filler, b"x" * 4096)
+    os.close(filler)
     started.wait_for("metrics.jsonl cannot be written: No space left on device")
     started.wait_for("step 17/24")
     (small_disk / "filler").unlink()
-    shutil.rmtree(folder / "checkpoints" / "step_00000003")
+    for step in (3, 6):
+        shutil.rmtree(folder / "checkpoints" / f"step_{step:08d}")
     assert started.wait(90.0) == [0], started.text()[-3000:]
     assert "metrics.jsonl can be written again, and nothing of it is lost" in started.text()
     assert [record["step"] for record in records(folder)] == list(range(1, 25))
@@ -63,10 +64,11 @@ def test_a_disk_that_fills_up_and_is_freed_again(small_disk: Path) -> None:
 
 
 def test_a_last_step_that_cannot_be_saved_is_a_failure(small_disk: Path) -> None:
-    """Of a read-only file system; the warning came before step 1 already, where there was too little space."""
+    """The warning came before step 1 already."""
     folder = small_disk / "run"
     (small_disk / "filler").write_bytes(b"x" * 17 * 10**6)
-    started = start(folder, *LARGER, "training.steps=4", "training.eval_every=4", processes=1)
+    overrides = [*LARGER, "training.steps=4", "training.eval_every=4"]
+    started = start(folder, *overrides, processes=1, log=small_disk.parent / "run.log")
     assert started.wait(90.0) == [1]
     text = started.text()
     assert text.index("GiB free, and a checkpoint takes") < text.index("step 1/4")
@@ -95,7 +97,7 @@ def test_a_read_only_folder(small_disk: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saving")
     pipeline = ["parallel.pipeline=2"]
-    slow = [["slow_writer", [0.1]], ["pace", [0.05]]]
+    slow = [["slow_writer", [0.04]], ["pace", [0.25]]]
     folder.joinpath("log").write_text(
         run_all(
             folder,
@@ -116,7 +118,7 @@ def test_training_goes_on_while_a_slow_file_system_takes_a_checkpoint(folder: Pa
     stalls = [record["checkpoint_stall_seconds"] for record in records(folder / "slow")]
     assert max(stalls) < 0.5 and steps_saved(folder / "slow") == [6, 12, 18, 24]
     waited = [record["checkpoint_stall_seconds"] for record in records(folder / "waiting")]
-    assert max(waited) > 1.0
+    assert max(waited) > 0.8
     assert exact(folder / "slow") == exact(folder / "plain") == exact(folder / "waiting")
 
 

@@ -207,3 +207,19 @@ def test_the_console_draws_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) 
 
 def test_durations() -> None:
     assert [duration(s) for s in (42, 185, 7620, 273600)] == ["42 s", "3 min 05 s", "2 h 07 min", "3 d 04 h"]
+
+
+def test_an_evaluation_that_comes_again_stands_once(tmp_path: Path) -> None:
+    """A stop came before the evaluation of step 50; the next start made up for it and was killed; this one does again."""
+    for loss in (1.0, 2.0, 3.0):
+        run = monitor(tmp_path, 0 if loss == 1.0 else 50, evaluated_step=None if loss == 1.0 else 49)
+        if loss == 1.0:
+            train(run, 1, 49, loss)
+            run.train({"step": 50, "loss": loss})
+        else:
+            run.validation({"step": 50, "validation_loss": loss, "validation_bits_per_byte": loss / 2})
+        run.close()
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 51))
+    assert [(line["step"], line["validation_loss"]) for line in lines(tmp_path, "validation")] == [(50, 3.0)]
+    assert scalars(tmp_path, "validation/loss") == [(50, 3.0)]
+    assert [step for step, _ in scalars(tmp_path, "train/loss")] == list(range(1, 51))
