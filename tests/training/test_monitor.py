@@ -127,7 +127,6 @@ def test_an_older_attempt_writes_nothing_more(tmp_path: Path) -> None:
             call()
     # Even a write that slipped past the check goes to a file that is no longer there.
     old._metrics.append(b'{"kind": "train", "step": 6}\n')
-    old._metrics.flush()
     assert old._events is not None
     old._events.scalars(6, {"train/loss": 6.0})
     train(new, 4, 4, 2.0)
@@ -210,7 +209,7 @@ def test_durations() -> None:
 
 
 def test_an_evaluation_that_comes_again_stands_once(tmp_path: Path) -> None:
-    """A stop came before the evaluation of step 50; the next start made up for it and was killed; this one does again."""
+    """A stop came before the evaluation of step 50; the next start made up for it and was killed, so it comes again."""
     for loss in (1.0, 2.0, 3.0):
         run = monitor(tmp_path, 0 if loss == 1.0 else 50, evaluated_step=None if loss == 1.0 else 49)
         if loss == 1.0:
