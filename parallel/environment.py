@@ -12,6 +12,10 @@ import subprocess
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
+
+DEEPSPEED_VERSION = "0.19.8"
+"""The version that `parallel.deepspeed_patches` was written for; 0.18.3 to 0.19.2 mis-scale gradients of pipelines."""
 
 
 class LaunchError(Exception):
@@ -314,3 +318,13 @@ def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind((LOCAL, 0))
         return int(listener.getsockname()[1])
+
+
+def check_deepspeed_version(found: str | None = None) -> None:
+    """Raise `LaunchError` where the installed DeepSpeed is not the one that we pin; it is not imported for that."""
+    found = found or version("deepspeed")
+    if found != DEEPSPEED_VERSION:
+        raise LaunchError(
+            f"DeepSpeed is {found}, expected {DEEPSPEED_VERSION}: versions 0.18.3 to 0.19.2 scale the gradients of "
+            "pipelines wrongly, and no other was tested: install requirements.txt"
+        )

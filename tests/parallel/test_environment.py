@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from parallel.environment import PORTS, LaunchError, default_port, first_host, guess_rank, read_environment
+from parallel.environment import (
+    DEEPSPEED_VERSION,
+    PORTS,
+    LaunchError,
+    check_deepspeed_version,
+    default_port,
+    first_host,
+    guess_rank,
+    read_environment,
+)
 
 # Slurm's variables in a batch script of 2 nodes x 2 tasks, and in task 3 of its first step.
 BATCH = {
@@ -222,3 +231,9 @@ def test_one_process_speaks_for_all() -> None:
     tasks = [TASK | {"SLURM_PROCID": str(n), "RANK": str(r), "WORLD_SIZE": "2"} for n in range(4) for r in range(2)]
     assert [guess_rank(task) for task in tasks].count(0) == 1
     assert guess_rank(BATCH | MPIRUN | {"OMPI_COMM_WORLD_RANK": "0"}) == 0
+
+
+def test_another_deepspeed_is_refused() -> None:
+    check_deepspeed_version(DEEPSPEED_VERSION)
+    with pytest.raises(LaunchError, match=r"DeepSpeed is 0\.19\.1, expected 0\.19\.8"):
+        check_deepspeed_version("0.19.1")

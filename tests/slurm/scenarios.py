@@ -1,0 +1,238 @@
+"""What can happen to a job, each in a cluster of its own; tests ask afterwards what came of it.
+
+Layout of the larger jobs: 2 nodes x 2 tasks, pipeline 2 across the nodes and tensor 2 inside.
+"""
+
+import dataclasses
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.slurm.lab import ROOT, Lab, lab
+
+TWO_BY_TWO = ("--nodes=2", "--ntasks-per-node=2")
+LAYOUT = ("parallel.pipeline=2", "parallel.tensor=2")
+OFTEN = ("checkpoint.every=2", "checkpoint.keep=3", "training.eval_batches=1", "monitor.tensorboard=false")
+
+
+@dataclass
+class Outcome:
+    """What a scenario left."""
+
+    metrics: list[dict[str, Any]]
+    status: dict[str, Any] = field(default_factory=dict)
+    jobs: dict[str, dict[str, str]] = field(default_factory=dict)
+    """What Slurm knows of each job at the end."""
+    logs: dict[str, str] = field(default_factory=dict)
+    record: list[dict[str, Any]] = field(default_factory=list)
+    left_over: list[int] = field(default_factory=list)
+    """Processes that still ran a while after the end: of the training at all, of any kind once all nodes were back."""
+    completed: str = ""
+    """Slurm's own record of jobs (jobcomp)."""
+    seconds: float = 0.0
+    """From what happened to the next start of the job, or to its end."""
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def job(self) -> dict[str, str]:
+        """Slurm's knowledge of the first job."""
+        return next(iter(self.jobs.values()))
+
+    @property
+    def log(self) -> str:
+        """Log of the first job."""
+        return next(iter(self.logs.values()))
+
+
+def outcome(lab: Lab, *jobs: str, name: str = "run", mend: Callable[[], object] = lambda: None, **more: Any) -> Outcome:
+    """Wait for the end of these jobs and collect what they left. `mend` puts a broken node right after that."""
+    ended = {job: lab.wait_for_end(job) for job in jobs}
+    training = lab.left_over(training=True)
+    mend()
+    jobcomp = lab.folder / "cluster" / "log" / "jobcomp.txt"
+    return Outcome(
+        metrics=lab.metrics(name),
+        status=lab.status(name) if (lab.run_dir(name) / "status.json").exists() else {},
+        jobs=ended,
+        logs={job: lab.log(job) for job in jobs},
+        record=lab.record(name),
+        left_over=training + lab.left_over(),
+        completed=jobcomp.read_text() if jobcomp.exists() else "",
+        more=more,
+    )
+
+
+def alone() -> Outcome:
+    """The same training on one process of this machine, without Slurm."""
+    with lab(nodes=1) as one:
+        command = [
+            sys.executable,
+            "launcher/train.py",
+            "configs/parity.yaml",
+            f"run.output_dir={one.run_dir()}",
+            *OFTEN,
+        ]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return Outcome(one.metrics(), one.status())
+
+
+def whole() -> Outcome:
+    """Nothing happens."""
+    with lab() as three:
+        return outcome(three, three.train(*LAYOUT, *OFTEN, options=TWO_BY_TWO))
+
+
+def _hit(
+    happens: Callable[[Lab, str, str], object],
+    *arguments: str,
+    options: tuple[str, ...] = TWO_BY_TWO,
+    host: int = 0,
+    mend: str = "",
+) -> Outcome:
+    """After step 4 something happens, to the node with this number among the job's where it is one's; the job goes on
+    until its end. Only then the node is put right, by this command of the cluster's."""
+    with lab() as three:
+        job = three.train(*LAYOUT, *OFTEN, *arguments, options=options)
+        three.wait_for_step(4, job)
+        node = ("node1", "node2")[host]
+        assert three.job(job)["BatchHost"] == "node1"
+        began = time.monotonic()
+        happens(three, job, node)
+        three.wait_for_text(f"job {job}: start 2 of this job", job)
+        seconds = time.monotonic() - began
+        found = outcome(three, job, mend=lambda: three.cluster(mend, node) if mend else None)
+        return dataclasses.replace(found, seconds=seconds)
+
+
+def stopped_by_signal() -> Outcome:
+    """`scancel --signal=USR1`: to all tasks of the job's step."""
+    return _hit(lambda lab, job, node: lab.slurm("scancel", "--signal=USR1", job))
+
+
+def stopped_by_signal_to_script() -> Outcome:
+    """`scancel --batch --signal=USR1`, and what --signal=B: does: to the batch script alone."""
+    return _hit(lambda lab, job, node: lab.slurm("scancel", "--batch", "--signal=USR1", job))
+
+
+def requeued() -> Outcome:
+    """`scontrol requeue` by somebody, as preemption does it."""
+    return _hit(lambda lab, job, node: lab.slurm("scontrol", "requeue", job))
+
+
+def power_of_batch_host() -> Outcome:
+    """The node of rank 0 and of the batch script loses its power."""
+    return _hit(lambda lab, job, node: lab.cluster("kill", node), host=0, mend="boot")
+
+
+def power_of_other_node_elastic() -> Outcome:
+    """The other node loses its power, and one node is all that is left: another layout."""
+
+    def happens(lab: Lab, job: str, node: str) -> None:
+        lab.slurm("scontrol", "update", "NodeName=node3", "State=DRAIN", "Reason=kept free")
+        lab.cluster("kill", node)
+
+    return _hit(happens, "parallel.elastic=true", options=("--nodes=1-2", "--ntasks-per-node=2"), host=1, mend="boot")
+
+
+def network_of_batch_host() -> Outcome:
+    """The node of rank 0 and of the batch script loses its network; its processes go on running there."""
+    return _hit(lambda lab, job, node: lab.cluster("cut", node), host=0, mend="restore")
+
+
+def network_of_other_node() -> Outcome:
+    """The other node loses its network."""
+    return _hit(lambda lab, job, node: lab.cluster("cut", node), host=1, mend="restore")
+
+
+def chain_by_minutes() -> Outcome:
+    """Each start stops itself, by training.max_minutes, long before the training is done."""
+    with lab(nodes=1) as one:
+        # Counted from the start of the process, of which importing takes most: a step or more must be left of it.
+        minutes, steps = 0.3, 400
+        job = one.train(
+            f"training.max_minutes={minutes}", f"training.steps={steps}", "batch.global_batch_size=4",
+            "checkpoint.every=1000", "training.eval_batches=1", "monitor.tensorboard=false",
+            options=("--ntasks-per-node=1",),
+        )  # fmt: skip
+        return outcome(one, job, steps=steps)
+
+
+SMALL = ("training.steps=2", "batch.global_batch_size=4", "training.eval_batches=1", "monitor.tensorboard=false")
+
+
+def array() -> Outcome:
+    """An array of 3, a run each."""
+    with lab(nodes=3) as three:
+        options = ("--array=0-2", "--ntasks-per-node=1")
+        job = three.submit(*options, "slurm/train.sbatch", "configs/parity.yaml",
+                           f"run.output_dir={three.run_dir('a-%a')}", "run.seed=%a", *SMALL)  # fmt: skip
+        found = outcome(three, *(f"{job}_{task}" for task in range(3)), name="a-0")
+        found.more = {
+            "metrics": [three.metrics(f"a-{task}") for task in range(3)],
+            "runs": sorted(p.name for p in three.run_dir("x").parent.iterdir()),
+        }
+        return found
+
+
+def dependencies() -> Outcome:
+    """A job that begins where the one before it has finished, from its weights."""
+    with lab(nodes=3) as three:
+        first = three.train(*SMALL, options=("--ntasks-per-node=1",), name="first")
+        resume = f"checkpoint.resume={three.run_dir('first')}"
+        second = three.train(*SMALL, "training.steps=4", resume, name="second",
+                             options=("--ntasks-per-node=1", f"--dependency=afterok:{first}"))  # fmt: skip
+        waited = three.job(second)["JobState"]
+        return outcome(three, first, second, name="second", waited=waited)
+
+
+def mistakes() -> Outcome:
+    """Configurations that cannot be, and data that is not there."""
+    with lab(nodes=2) as two:
+        began = time.monotonic()
+        wrong = two.train("model.hidden_sise=64", options=TWO_BY_TWO, name="wrong")
+        ended = two.wait_for_end(wrong)
+        seconds = time.monotonic() - began
+        missing = two.train("data.train=corpus/nowhere/train", options=TWO_BY_TWO, name="missing")
+        found = outcome(two, wrong, missing, name="wrong", job=ended)
+        found.seconds = seconds
+        found.more["runs"] = [p.name for p in two.run_dir("x").parent.glob("*")]
+        return found
+
+
+def failing_twice() -> Outcome:
+    """Training cannot make a step (no checkpoint can be written): one more try, then no more."""
+    with lab(nodes=1) as one:
+        run_dir = one.run_dir()
+        run_dir.mkdir(parents=True)
+        (run_dir / "checkpoints").write_text("not a folder")
+        return outcome(one, one.train(*SMALL, options=("--ntasks-per-node=1",)))
+
+
+def without_requeue() -> Outcome:
+    """A cluster that forbids requeueing: the job is submitted again."""
+    with lab(nodes=1) as one:
+        options = ("--ntasks-per-node=1", "--no-requeue", "--job-name=other", "--time=77")
+        job = one.train("training.steps=60", "batch.global_batch_size=4", "checkpoint.every=1000",
+                        "training.eval_batches=1", "monitor.tensorboard=false", options=options)  # fmt: skip
+        one.wait_for_step(2, job)
+        one.slurm("scancel", "--signal=USR1", job)
+        one.wait_for_end(job)
+        following = str(int(job) + 1)
+        name = one.job(following)["JobName"], one.job(following)["TimeLimit"]
+        found = outcome(one, job, following, following=name)
+        return found
+
+
+SCENARIOS: dict[str, Callable[[], Outcome]] = {
+    function.__name__: function
+    for function in (
+        # The longest waits first: they leave the cores to the others.
+        network_of_batch_host, network_of_other_node, power_of_batch_host, power_of_other_node_elastic,
+        whole, alone, stopped_by_signal, chain_by_minutes, requeued, stopped_by_signal_to_script,
+        failing_twice, without_requeue, array, dependencies, mistakes,
+    )
+}  # fmt: skip
