@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from parallel.environment import LaunchError, guess_rank, read_environment
+from parallel.environment import LaunchError, check_deepspeed_version, guess_rank, read_environment
 from training.configuration import ConfigurationError, check_world, load, to_yaml
 from training.layout import choose_layout
 from training.stop_requests import StopRequests
@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         environment = read_environment()
         rank = environment.rank
+        check_deepspeed_version()
         configuration = load(arguments.configuration, arguments.overrides)
         if configuration.parallel.elastic:
             configuration, choice = choose_layout(configuration, environment.world_size)

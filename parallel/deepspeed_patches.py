@@ -8,13 +8,9 @@ from typing import Any
 import deepspeed
 from deepspeed.runtime.pipe import module as pipe_module
 
-PINNED_VERSION = "0.19.8"
+from parallel.environment import DEEPSPEED_VERSION
 
-if deepspeed.__version__ != PINNED_VERSION:
-    raise ImportError(
-        f"DeepSpeed is {deepspeed.__version__}, expected {PINNED_VERSION}: 0.18.3 to 0.19.2 mis-scale gradients of "
-        "pipelines, and the patches here were tested with this version only"
-    )
+assert deepspeed.__version__ == DEEPSPEED_VERSION, "the launcher checks it first, with a sentence"
 
 
 @contextlib.contextmanager

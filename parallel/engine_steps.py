@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from parallel.fragments import Fragment, owned_fragments, owned_gradients, prepare_optimizer_state, share_weights
 from parallel.loss import TokenLoss
 from parallel.loss_scale import loss_scale_state, set_loss_scale_state
-from parallel.mesh import Mesh
 from parallel.phase import Phase
+from parallel.stages import StageSettings
+from parallel.zero import EngineSettings
 
 PipelineInput = Tensor | tuple[Tensor, Tensor]
 """Token ids [b, s], or (token ids, side tensor)."""
@@ -41,21 +42,23 @@ class StepResult:
 class EngineSteps:
     """What both engines share: recorded losses, the guard against a loss that is not finite, learning rate, state."""
 
-    mesh: Mesh
-    loss: TokenLoss
     engine: DeepSpeedEngine
     holds_loss: bool
     """Whether this process computes the loss: the last stage under 1f1b, the first under dualpipev."""
     loss_stage: int
-    before_update: Callable[[], None] | None
-    """Called once before the next update, while gradients are reduced and not yet clipped; then forgotten."""
-    micro_batches: int
-    refuse_update: Callable[[float], bool] | None
-    """Asked before each update with the step's mean loss, the same on every process: whether it shall not be made."""
-    phase: Phase
-    """Where this process notes what it is doing."""
-    _step_losses: Tensor | None
-    """The mean losses of the newest step, the same on every process."""
+
+    def __init__(self, stage: StageSettings, settings: EngineSettings) -> None:
+        self.mesh = stage.mesh
+        self.micro_batches = settings.micro_batches
+        self.loss = TokenLoss(stage.model, stage.mesh)
+        self.phase = Phase()
+        """Where this process notes what it is doing."""
+        self.before_update: Callable[[], None] | None = None
+        """Called once before the next update, while gradients are reduced and not yet clipped; then forgotten."""
+        self.refuse_update: Callable[[float], bool] | None = None
+        """Asked before each update with the step's mean loss, the same on every process: whether to leave it out."""
+        self._step_losses: Tensor | None = None
+        """The mean losses of the newest step, the same on every process."""
 
     def _take_over_update(self) -> None:
         """Put our steps before the engine's update: every engine of DeepSpeed ends in `self.optimizer.step()`."""

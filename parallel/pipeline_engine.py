@@ -11,9 +11,8 @@ from torch import Tensor
 
 from parallel.deepspeed_patches import grid_reused
 from parallel.engine_steps import EngineSteps, OptimizerFactory, StepBatch, StepResult
-from parallel.loss import TokenLoss
 from parallel.partition import stage_bounds
-from parallel.phase import Phase, announce_instructions
+from parallel.phase import announce_instructions
 from parallel.schedules import Schedule
 from parallel.stages import StageSettings, layer_list
 from parallel.zero import EngineSettings, deepspeed_configuration
@@ -72,11 +71,7 @@ class PipelineSteps(EngineSteps):
         make_optimizer: OptimizerFactory,
         on_cpu: bool,
     ) -> None:
-        self.mesh = stage.mesh
-        self.micro_batches = settings.micro_batches
-        self.loss = TokenLoss(stage.model, stage.mesh)
-        self.before_update = self.refuse_update = self._step_losses = None
-        self.phase = Phase()
+        super().__init__(stage, settings)
         v_shaped = schedule is Schedule.DUALPIPEV
         module = (_VModule if v_shaped else _StageModule)(stage, block_counts, self.loss)
         # What `deepspeed.initialize` would do for a pipeline module, less its banner.
@@ -137,13 +132,11 @@ class EvaluationSteps(PipelineSteps):
     """The same engine without an optimizer: weights and nothing else, for a model that is only to be evaluated."""
 
     def __init__(self, stage: StageSettings, block_counts: Sequence[int], micro_batch_size: int) -> None:
-        self.mesh = stage.mesh
-        self.micro_batches = self.minimum_micro_batches = 1
-        self.loss = TokenLoss(stage.model, stage.mesh)
-        self.phase = Phase()
-        module = _StageModule(stage, block_counts, self.loss)
         # The layers have the type of the weights already, so DeepSpeed need not know of it.
         settings = EngineSettings(micro_batch_size, micro_batches=1, data=stage.mesh.data, zero_stage=0)
+        EngineSteps.__init__(self, stage, settings)
+        self.minimum_micro_batches = 1
+        module = _StageModule(stage, block_counts, self.loss)
         config = deepspeed_configuration(settings, on_cpu=stage.device.type == "cpu")
         self.engine = PipelineEngine(
             args=None,

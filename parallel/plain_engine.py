@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from parallel.engine_steps import EngineSteps, Labels, OptimizerFactory, PipelineInput, StepBatch, StepResult
 from parallel.loss import TokenLoss
-from parallel.phase import Phase
 from parallel.stages import StageSettings, layer_list
 from parallel.zero import EngineSettings, deepspeed_configuration
 
@@ -46,11 +45,7 @@ class PlainSteps(EngineSteps):
     def __init__(
         self, stage: StageSettings, settings: EngineSettings, make_optimizer: OptimizerFactory, on_cpu: bool
     ) -> None:
-        self.mesh = stage.mesh
-        self.micro_batches = settings.micro_batches
-        self.loss = TokenLoss(stage.model, stage.mesh)
-        self.before_update = self.refuse_update = self._step_losses = None
-        self.phase = Phase()
+        super().__init__(stage, settings)
         self.device = stage.device
         self.clips_itself = settings.zero_stage == 0
         self.grad_clip = settings.grad_clip
