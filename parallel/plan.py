@@ -140,7 +140,8 @@ def materialize(
         replicated = style is Style.REPLICATED
         parameter.slice = ParameterSlice(name, shape, box, replicated)  # type: ignore[attr-defined]
         rows, columns = slice(*_with_padding(box[0], parameter)), slice(*box[1]) if len(box) > 1 else None
-        parameter.data.copy_(initial_slice(configuration, seed, name, shape, rows, columns))
+        if device.type != "meta":  # where there is no memory there is nothing to draw
+            parameter.data.copy_(initial_slice(configuration, seed, name, shape, rows, columns))
         if not replicated and mesh.tensor > 1:
             parameter.model_parallel = parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         if replicated and mesh.tensor > 1 and (sequence_parallel or ".attention." in name):
