@@ -116,7 +116,7 @@ def what_is_read(
 def update_lengths(
     device: torch.device, overrides: list[str], table: list[Any] | None, clip: float, fault: str | None = None
 ) -> dict[str, Any]:
-    """One step of SGD at rate 1: the norm that the engine reports, and the length of the update of what is held here."""
+    """One step of SGD at rate 1: the norm that the engine reports, and the length of the update of what is held."""
     configuration, layout = configured([*overrides, f"optimizer.grad_clip={clip}"])
     mesh = mesh_of(layout.pipeline, layout.tensor, layout.data)
     stage = stage_settings(configuration, mesh, device)
@@ -234,7 +234,7 @@ def what_is_repeated(device: torch.device, overrides: list[str], table: list[Any
 
 
 def replicas(device: torch.device, overrides: list[str], table: list[Any] | None) -> dict[str, Any]:
-    """Train to the end; digests of the parameters that other processes hold too, by name, with what distinguishes them."""
+    """Train to the end; digests of the parameters held here, by name, with the part of each that it is."""
     with trainer_of(device, overrides, table) as (trainer, _):
         trainer.run()
         mesh = trainer.stage.mesh

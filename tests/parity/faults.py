@@ -1,7 +1,7 @@
 """Faults that people met in trainers like this one, to be planted in the processes of a pool.
 
-A comparison that does not fail with the fault in proves nothing. Each function patches the product, or DeepSpeed under it,
-while it is open.
+A comparison that does not fail with the fault in proves nothing. Each function patches the product, or DeepSpeed under
+it, while it is open.
 """
 
 import contextlib

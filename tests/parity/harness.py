@@ -13,10 +13,11 @@ import torch
 
 from tests.parity import oracle
 from tests.parity.cases import Case, CaseKey
-from tests.parity.compare import Verdict, judge, trace_of
+from tests.parity.compare import Difference, Verdict, difference, judge, trace_of
 from tests.parity.oracle import Trace
 from tests.parity.pool import Pool, open_pool
 
+SAMPLES_AT_ONCE = 8
 TORCH = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -28,6 +29,8 @@ class Outcome:
     records: list[list[dict[str, Any]]]
     """The metrics of each step, by rank."""
     seconds: float
+    cpu_seconds: float
+    """Of all its processes."""
 
 
 class Harness:
@@ -46,7 +49,7 @@ class Harness:
         folder.mkdir()
         return folder
 
-    def oracle(self, case: Case, dtype: str = "fp32", samples_at_once: int = 4) -> Trace:
+    def oracle(self, case: Case, dtype: str = "fp32", samples_at_once: int = SAMPLES_AT_ONCE) -> Trace:
         """The oracle's run of this case, whose layout says nothing to it."""
         key = (CaseKey.of(case, dtype), samples_at_once)
         if key not in self._oracles:
@@ -56,10 +59,12 @@ class Harness:
     def run(self, case: Case, fault: str | None = None, keep: bool = False) -> Outcome:
         """Train the case on its processes, with a fault planted if one is named."""
         folder = self.new_folder()
+        before = self.pool.worlds[case.world].cpu_seconds if case.world in self.pool.worlds else 0.0
         started = time.perf_counter()
         records = self.pool.run(case.world, "tests.parity.probes:train", {**case.arguments(folder), "fault": fault})
         seconds = time.perf_counter() - started
-        outcome = Outcome(trace_of(records[0], folder), records, seconds)
+        cpu_seconds = self.pool.worlds[case.world].cpu_seconds - before
+        outcome = Outcome(trace_of(records[0], folder), records, seconds, cpu_seconds)
         if not keep:
             shutil.rmtree(folder)
         return outcome
@@ -67,6 +72,11 @@ class Harness:
     def judge(self, case: Case, fault: str | None = None) -> Verdict:
         """Run the case in fp32 and hold it to the bounds."""
         return self.judge_trace(case, self.run(case, fault).trace)
+
+    def apart(self, case: Case, found: Trace) -> Difference:
+        """How far what a run left is from the oracle of the same dtype."""
+        rate = case.configuration().optimizer.learning_rate
+        return difference(found, self.oracle(case, case.dtype, SAMPLES_AT_ONCE), rate)
 
     def judge_trace(self, case: Case, found: Trace) -> Verdict:
         """Hold what a run left to the bounds."""

@@ -8,10 +8,11 @@ computes the learning rate and steps by itself.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.batches import MicroBatch
 from model.configuration import ModelConfiguration
@@ -55,12 +56,17 @@ class Trace:
     """After the last step, by global name; the fp32 ones where the model computes with fewer bits."""
 
 
-def run(setting: Setting, dtype: torch.dtype = torch.float32, samples_at_once: int = 4) -> Trace:
+def run(setting: Setting, dtype: torch.dtype = torch.float32, samples_at_once: int = 4, parts: int = 1) -> Trace:
     """Train. The whole computation uses `dtype`; beside bfloat16 stand fp32 weights, gradients and moments.
 
-    A run in bfloat16 begins with rounded weights, the fp32 ones too.
+    A run in bfloat16 begins with rounded weights, the fp32 ones too. `samples_at_once` and `parts` (of which each
+    branch's last product is the sum) change the order of summation and nothing else.
     """
     model = LanguageModel(setting.model)
+    if parts > 1:
+        for block in model.blocks:
+            for linear in (block.attention.output, block.feed_forward.down):
+                linear.forward = partial(_sum_of_products, linear, parts)
     initialize(model, setting.model, setting.seed)
     low = dtype in (torch.bfloat16, torch.float16)
     names = [name for name, _ in model.named_parameters()]
@@ -97,6 +103,12 @@ def run(setting: Setting, dtype: torch.dtype = torch.float32, samples_at_once: i
         trace.coefficients.append(coefficient)
     trace.parameters = dict(zip(names, masters, strict=True))
     return trace
+
+
+def _sum_of_products(linear: nn.Linear, parts: int, x: Tensor) -> Tensor:
+    """The product as a sum over `parts` of the inner dimension, each rounded to the dtype."""
+    pieces = zip(x.chunk(parts, -1), linear.weight.chunk(parts, -1), strict=True)
+    return sum((F.linear(a, b) for a, b in pieces), start=torch.zeros((), dtype=x.dtype))
 
 
 def mean_gradient(

@@ -1,8 +1,9 @@
 """Processes that are started once for each number of them and then run many cases.
 
-`Pool.run(size, "tests.parity.probes:train", arguments)` calls that function on every rank of a world of `size` processes and
-returns what each rank's call returned. Arguments and results are JSON, sent through pipes. A case that fails or does not
-end in time is an error of that case alone: its processes are killed, and the next case gets fresh ones.
+`Pool.run(size, "tests.parity.probes:train", arguments)` calls that function on every rank of a world of `size`
+processes and returns what each rank's call returned. Arguments and results are JSON, sent through pipes. A case that
+fails or does not end in time is an error of that case alone: its processes are killed, and the next case gets fresh
+ones.
 """
 
 import contextlib
@@ -68,11 +69,13 @@ def _work(rank: int, size: int, port: int, connection: Connection, log: str) -> 
     while True:
         arrived.acquire()
         request = json.loads(requests.pop(0))
+        began = time.process_time()
         try:
             module, name = request["probe"].split(":")
             result = {"result": getattr(importlib.import_module(module), name)(device, **request["arguments"])}
         except BaseException as error:
             result = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        result["cpu"] = time.process_time() - began
         connection.send_bytes(json.dumps(result).encode())
 
 
@@ -84,6 +87,8 @@ class World:
         context.set_forkserver_preload(PRELOADED)
         self.size = size
         self.log = tempfile.NamedTemporaryFile(prefix=f"parity-{size}-", suffix=".log")  # noqa: SIM115
+        self.cpu_seconds = 0.0
+        """Of all processes, over all requests: what a case costs whatever else the machine does."""
         self.connections: list[Connection] = []
         self.processes = []
         port = _free_port()
@@ -123,6 +128,7 @@ class World:
                     deadline = min(deadline, time.monotonic() + 10.0)
                 else:
                     results[rank] = answer["result"]
+                    self.cpu_seconds += answer["cpu"]
         if failures:
             raise CaseFailed(f"{probe}: {failures[min(failures)]}")
         return [results[rank] for rank in range(self.size)]
