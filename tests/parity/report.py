@@ -1,0 +1,219 @@
+"""Writes docs/parity.md: `make parity` runs the pairwise selection, `make parity-full` every cell."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from tests.parity import compare, features, matrix
+from tests.parity.cases import Case
+from tests.parity.compare import Difference, Verdict, difference
+from tests.parity.harness import Harness, open_harness, with_one_stage
+
+PAGE = Path("docs/parity.md")
+
+LAYOUTS = [
+    Case(*layout)
+    for layout in (
+        (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 4, 1), (2, 2, 2),
+    )
+]  # fmt: skip
+
+PIPELINES = [
+    Case(2, 1, 1),
+    Case(4, 1, 1, micro_batches=8),
+    Case(2, 1, 1, schedule="dualpipev", micro_batches=8),
+    Case(4, 1, 1, schedule="dualpipev", micro_batches=8),
+    Case(2, 1, 1, tied=True),
+    Case(2, 1, 2, schedule="dualpipev", micro_batches=8, tied=True),
+    Case(2, 2, 1),
+]
+"""Cases of which each is compared with the same one without its pipeline."""
+
+HEAD = """\
+# Parity: the layout never changes the result
+
+This page is made by `make parity`{full}. Every row is a model that the product's own loop trained for 20 optimizer steps
+in the layout named, and what it left is compared with the oracle: the plain model of `model/` on one process, in plain
+PyTorch, without DeepSpeed and without a line of `parallel/` or `training/` ([tests/parity/oracle.py](../tests/parity/oracle.py)).
+
+## What parity means here
+
+The configuration is [configs/parity.yaml](../configs/parity.yaml): real text, 8 blocks of width 64 (4 where that leaves
+every stage a block), 8 heads, AdamW at a rate of 1e-3 with 5 steps of warm-up, eps 1e-6, gradients clipped at a norm of
+1. Clipping is at work in half of the steps. Sequences have 32 tokens, a step has 16 of them, or as many as there are
+micro-batches on all replicas.
+
+- **Step 1**: loss, gradient norm, and the gradient of every parameter, joined by global name. Adam hides a gradient
+  that is wrong by a factor, so gradients themselves are compared.
+- **20 steps**: the loss and the gradient norm of every step, the factor by which clipping multiplied the gradient, and
+  the parameters after the last step, in units of the learning rate (published, not bounded).
+
+A difference is max |a - b| / max |b|, over a tensor or over the steps. Bounds in fp32, a layout against one process:
+
+| step 1: loss, norm, every gradient | 20 steps: loss | 20 steps: norm, clip factor | change of schedule or pipeline alone |
+|---|---|---|---|
+| {first:.0e} | {loss:.0e} | {norm:.0e} | {alone:.0e}, each of them |
+
+Where a layout exceeds one of the first three, float64 decides: it may be at most {times:.0f} times as far from the oracle
+in float64 as the oracle in fp32, one process, is. The last column of the tables says so where that was needed.
+"""
+
+COLUMNS = (
+    "| case | loss, step 1 | norm, step 1 | gradients, step 1 | loss | norm | clip factor | parameters | held to |\n"
+    "|---|---|---|---|---|---|---|---|---|\n"
+)
+
+BF16_HEAD = """
+## bfloat16
+
+Weights and activations are bfloat16; master weights, accumulated gradients and moments are fp32, in the product and in
+the oracle. With the same micro-batches in one stage and one tensor slice, gradients are equal bit for bit. Where
+products are cut or micro-batches fall otherwise, sums are rounded in another order, and how much that does is measured
+on one process: the oracle is run with 2, 4, 8 and 16 samples at a time, and with the last product of each branch
+computed as a sum of 1, 2 and 4. The bounds are about twice the largest difference between any two of those runs.
+
+| step 1: loss | norm | gradients | 20 steps: loss | norm | clip factor |
+|---|---|---|---|---|---|
+| {first_loss:.0e} | {first_norm:.0e} | {gradients:.1e} | {loss:.0e} | {norm:.0e} | {coefficient:.0e} |
+
+"""
+
+CHOICE = """
+## How the cells were chosen
+
+The matrix is every layout of 1, 2, 4 and 8 processes ({layouts}) x {{1f1b, dualpipev}} x recomputation {{none, sublayer,
+block}} x {{tied, untied}} x {{GELU, SwiGLU}} x sequence parallelism {{off, on}} x {{1, 2, 8}} micro-batches x {{pipeline engine
+with ZeRO 1, plain engine with ZeRO 0, 2, 3}}: {all} combinations, of which the configuration refuses {refused} and {cells} run.
+Of these, {picked} were picked so that any two choices that occur together in some cell ({pairs} pairs) occur together in a
+picked one: greedily, each time the cell with most pairs not yet seen, among equals the one with fewest processes
+([tests/parity/matrix.py](../tests/parity/matrix.py)). They run in CI; `make parity-full` runs all {cells}.
+
+## Cells that a rule excludes
+
+In the words of the validator, with the number of cells (each stands for the {free} that differ in recomputation, tying and
+activation, which no rule looks at):
+
+| cells | refusal |
+|---|---|
+"""
+
+
+def _row(name: str, apart: Difference, held_to: str) -> str:
+    numbers = (
+        apart.first_loss, apart.first_norm, apart.gradients, apart.loss, apart.norm, apart.coefficient, apart.parameters,
+    )  # fmt: skip
+    return f"| {name} | " + " | ".join(f"{number:.1e}" for number in numbers) + f" | {held_to} |\n"
+
+
+class Report:
+    """Runs cases, one after another, and collects the page."""
+
+    def __init__(self, harness: Harness) -> None:
+        self.harness = harness
+        self.unsound: list[str] = []
+        self.cpu_seconds = 0.0
+        self.done = 0
+
+    def _progress(self, case: Case, result: object) -> None:
+        self.done += 1
+        print(f"{self.done:4d}  {case.name}: {result}", flush=True)
+
+    def fp32(self, case: Case) -> str:
+        """A row against one process."""
+        outcome = self.harness.run(case)
+        self.cpu_seconds += outcome.cpu_seconds
+        verdict = self.harness.judge_trace(case, outcome.trace)
+        self._progress(case, verdict)
+        if not verdict.sound:
+            self.unsound.append(f"{case.name}: {verdict}")
+        return _row(case.name, verdict.difference, _held_to(verdict))
+
+    def alone(self, case: Case) -> str:
+        """A row against the same case without its pipeline."""
+        cut, whole = self.harness.run(case), self.harness.run(with_one_stage(case))
+        apart = difference(cut.trace, whole.trace, 1e-3)
+        over = apart.over(dict.fromkeys(compare.FP32, compare.PIPELINE_ALONE))
+        self._progress(case, over or "within the bounds")
+        if over:
+            self.unsound.append(f"{case.name} against one stage: {over}")
+        return _row(case.name, apart, "pipeline alone")
+
+    def bf16(self, case: Case) -> str:
+        """A row against one process in bfloat16."""
+        apart = self.harness.apart(case, self.harness.run(case).trace)
+        over = apart.over(compare.BF16)
+        self._progress(case, over or "within the bounds")
+        if over:
+            self.unsound.append(f"{case.name}: {over}")
+        return _row(case.name, apart, "bf16")
+
+
+def _held_to(verdict: Verdict) -> str:
+    if not verdict.over:
+        return "bounds"
+    parts = [f"{name}: {verdict.times[name]:.1f} x one process" for name in verdict.over]
+    return "float64 (" + ", ".join(parts) + ")"
+
+
+def excluded_table() -> str:
+    """The refusals, with how many cells each excludes."""
+    return "".join(f"| {len(cases)} | {sentence} |\n" for sentence, cases in matrix.excluded().items())
+
+
+def page(report: Report, full: bool) -> str:
+    """Run everything and return the page."""
+    free = 1
+    for name in matrix.FREE:
+        free *= len(matrix.FACTORS[name])
+    cells, selection = len(matrix.cells()), matrix.pairwise()
+    everything = 1
+    for values in matrix.FACTORS.values():
+        everything *= len(values)
+    head = HEAD.format(
+        full=" (here `make parity-full`)" if full else "",
+        first=compare.FIRST_STEP,
+        loss=compare.LOSS,
+        norm=compare.NORM,
+        alone=compare.PIPELINE_ALONE,
+        times=compare.TIMES_AS_FAR,
+    )
+    choice = CHOICE.format(
+        layouts=len(matrix.LAYOUTS),
+        all=everything,
+        refused=everything - cells,
+        cells=cells,
+        picked=len(selection.cases),
+        pairs=selection.pairs,
+        free=free,
+    )
+    parts = [head, "\n## Layouts\n\n", COLUMNS, *map(report.fp32, LAYOUTS)]
+    parts += ["\n## A pipeline or a schedule alone\n\nAgainst the same case with one stage.\n\n", COLUMNS]
+    parts += map(report.alone, PIPELINES)
+    parts += [f"\n## {'Every cell' if full else 'The pairwise selection'} of the matrix\n\n", COLUMNS]
+    parts += map(report.fp32, matrix.everything() if full else selection.cases)
+    parts += ["\n## Features of the model, odd sizes, targets that are none\n\n", COLUMNS]
+    parts += map(report.fp32, features.FEATURES)
+    parts += [BF16_HEAD.format(**compare.BF16), COLUMNS, *map(report.bf16, features.BF16)]
+    return "".join([*parts, choice, excluded_table()])
+
+
+def main() -> int:
+    """Write the page; status 1 where a case is out of bounds."""
+    parser = argparse.ArgumentParser(prog="python -m tests.parity.report", description=__doc__)
+    parser.add_argument("--full", action="store_true", help="run every cell, which takes hours")
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    with open_harness() as harness:
+        report = Report(harness)
+        text = page(report, arguments.full)
+    PAGE.write_text(text)
+    minutes = (time.perf_counter() - started) / 60
+    print(f"{PAGE}: {report.done} cases in {minutes:.0f} minutes, {report.cpu_seconds / 60:.1f} minutes of CPU in fp32")
+    for line in report.unsound:
+        print(f"out of bounds: {line}", file=sys.stderr)
+    return 1 if report.unsound else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
