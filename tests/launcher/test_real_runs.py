@@ -120,6 +120,7 @@ def test_transformers_finds_the_perplexity_that_evaluate_finds(run: Path, huggin
             count += len(window) - 1
     assert ours["tokens"] == count == len(ids) - 1
     assert ours["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+    assert ours["loss"] == pytest.approx(total / count, rel=1e-6)  # a young model hardly feels a wrong rotary base
     assert ours["perplexity"] < 300  # it has learned: uniform would be 512
     report = read_json(Path("corpus/parity/report.json"))["validation"]
     first = load_tokenizer("corpus/parity/tokenizer.model").token_bytes()[int(ids[0])]
