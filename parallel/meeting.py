@@ -101,11 +101,7 @@ def _wait_for_rank_0(environment: Environment, seconds: float) -> None:
         except OSError as error:
             silent_since, problem = silent_since or time.monotonic(), str(error)
         waited = time.monotonic() - began
-        if (
-            silent_since is not None
-            and time.monotonic() - silent_since > UNREACHABLE_SECONDS
-            or waited > MEETING_SECONDS
-        ):
+        if silent_since is not None and time.monotonic() - silent_since > UNREACHABLE_SECONDS or waited > seconds:
             raise PreflightError(
                 f"{_host()} (rank {environment.rank}) cannot reach rank 0 at {environment.address}:{environment.port} "
                 f"after {waited:.0f} s: {problem}",
