@@ -33,9 +33,10 @@ PIPELINES = [
 HEAD = """\
 # Parity: the layout never changes the result
 
-This page is made by `make parity`{full}. Every row is a model that the product's own loop trained for 20 optimizer steps
-in the layout named, and what it left is compared with the oracle: the plain model of `model/` on one process, in plain
-PyTorch, without DeepSpeed and without a line of `parallel/` or `training/` ([tests/parity/oracle.py](../tests/parity/oracle.py)).
+This page is made by `make parity`{full}. Every row is a model that the product's own loop trained for 20 optimizer
+steps in the layout named, and what it left is compared with the oracle: the plain model of `model/` on one process, in
+plain PyTorch, without DeepSpeed and without a line of `parallel/` or `training/`
+([tests/parity/oracle.py](../tests/parity/oracle.py)).
 
 ## What parity means here
 
@@ -51,12 +52,12 @@ micro-batches on all replicas.
 
 A difference is max |a - b| / max |b|, over a tensor or over the steps. Bounds in fp32, a layout against one process:
 
-| step 1: loss, norm, every gradient | 20 steps: loss | 20 steps: norm, clip factor | change of schedule or pipeline alone |
+| step 1: loss, norm, every gradient | 20 steps: loss | norm, clip factor | change of schedule or pipeline alone |
 |---|---|---|---|
 | {first:.0e} | {loss:.0e} | {norm:.0e} | {alone:.0e}, each of them |
 
-Where a layout exceeds one of the first three, float64 decides: it may be at most {times:.0f} times as far from the oracle
-in float64 as the oracle in fp32, one process, is. The last column of the tables says so where that was needed.
+Where a layout exceeds one of the first three, float64 decides: it may be at most {times:.0f} times as far from the
+oracle in float64 as the oracle in fp32, one process, is. The last column of the tables says so where that was needed.
 """
 
 COLUMNS = (
@@ -82,17 +83,18 @@ computed as a sum of 1, 2 and 4. The bounds are about twice the largest differen
 CHOICE = """
 ## How the cells were chosen
 
-The matrix is every layout of 1, 2, 4 and 8 processes ({layouts}) x {{1f1b, dualpipev}} x recomputation {{none, sublayer,
-block}} x {{tied, untied}} x {{GELU, SwiGLU}} x sequence parallelism {{off, on}} x {{1, 2, 8}} micro-batches x {{pipeline engine
-with ZeRO 1, plain engine with ZeRO 0, 2, 3}}: {all} combinations, of which the configuration refuses {refused} and {cells} run.
-Of these, {picked} were picked so that any two choices that occur together in some cell ({pairs} pairs) occur together in a
-picked one: greedily, each time the cell with most pairs not yet seen, among equals the one with fewest processes
-([tests/parity/matrix.py](../tests/parity/matrix.py)). They run in CI; `make parity-full` runs all {cells}.
+The matrix is every layout of 1, 2, 4 and 8 processes ({layouts}) x {{1f1b, dualpipev}} x recomputation {{none,
+sublayer, block}} x {{tied, untied}} x {{GELU, SwiGLU}} x sequence parallelism {{off, on}} x {{1, 2, 8}} micro-batches x
+{{pipeline engine with ZeRO 1, plain engine with ZeRO 0, 2, 3}}: {all} combinations, of which the configuration refuses
+{refused} and {cells} run. Of these, {picked} were picked so that any two choices that occur together in some cell
+({pairs} pairs) occur together in a picked one: greedily, each time the cell with most pairs not yet seen, among equals
+the one with fewest processes ([tests/parity/matrix.py](../tests/parity/matrix.py)). They run in CI; `make parity-full`
+runs all {cells}.
 
 ## Cells that a rule excludes
 
-In the words of the validator, with the number of cells (each stands for the {free} that differ in recomputation, tying and
-activation, which no rule looks at):
+In the words of the validator, with the number of cells (each stands for the {free} that differ in recomputation, tying
+and activation, which no rule looks at):
 
 | cells | refusal |
 |---|---|
@@ -100,9 +102,8 @@ activation, which no rule looks at):
 
 
 def _row(name: str, apart: Difference, held_to: str) -> str:
-    numbers = (
-        apart.first_loss, apart.first_norm, apart.gradients, apart.loss, apart.norm, apart.coefficient, apart.parameters,
-    )  # fmt: skip
+    quantities = ("first_loss", "first_norm", "gradients", "loss", "norm", "coefficient", "parameters")
+    numbers = [getattr(apart, quantity) for quantity in quantities]
     return f"| {name} | " + " | ".join(f"{number:.1e}" for number in numbers) + f" | {held_to} |\n"
 
 
