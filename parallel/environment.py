@@ -240,9 +240,10 @@ def _check_allocation(variables: Mapping[str, str], claims: list[_Claim]) -> Non
         return
     nodes = _first(variables, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
     tasks = _first(variables, "SLURM_NTASKS") or 1
-    if not claims and tasks > 1:
+    if not claims and max(tasks, nodes) > 1:
+        size = f"{tasks} tasks (SLURM_NTASKS)" if tasks > 1 else f"{nodes} nodes"
         raise LaunchError(
-            f"this Slurm job has {tasks} tasks (SLURM_NTASKS), and this is one process that srun did not start: "
+            f"this Slurm job has {size}, and this is one process that srun did not start: "
             "put srun before it, or  srun -n 1  for one process"
         )
     if claims and nodes > 1 and claims[0].own_world and claims[0].nodes == 1:

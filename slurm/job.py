@@ -175,6 +175,7 @@ def same_options() -> list[str]:
         "--nodes": "SLURM_JOB_NUM_NODES",
         "--ntasks-per-node": "SLURM_NTASKS_PER_NODE",
         "--cpus-per-task": "SLURM_CPUS_PER_TASK",
+        "--cpus-per-gpu": "SLURM_CPUS_PER_GPU",
         "--gpus-per-node": "SLURM_GPUS_PER_NODE",
         "--gpus-per-task": "SLURM_GPUS_PER_TASK",
         "--array": "SLURM_ARRAY_TASK_ID",
@@ -188,7 +189,7 @@ def before(arguments: Sequence[str]) -> int:
     """Check what was asked, say where the run stands, and print it for `after`."""
     try:
         configuration = load(arguments[0], arguments[1:])
-        tasks = int(os.environ["SLURM_NTASKS_PER_NODE"]) * int(os.environ["SLURM_JOB_NUM_NODES"])
+        tasks = int(os.environ["MAINLINE_TASKS"])
         if configuration.parallel.elastic:
             configuration, _ = choose_layout(configuration, tasks)
         check_world(configuration, tasks)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.slurm.lab import ROOT, Lab, lab
+from tests.slurm.lab import ROOT, Lab, lab, wait_until
 
 TWO_BY_TWO = ("--nodes=2", "--ntasks-per-node=2")
 LAYOUT = ("parallel.pipeline=2", "parallel.tensor=2")
@@ -92,10 +92,11 @@ def _hit(
     options: tuple[str, ...] = TWO_BY_TWO,
     host: int = 0,
     mend: str = "",
+    gpus: int = 0,
 ) -> Outcome:
     """After step 4 something happens, to the node with this number among the job's where it is one's; the job goes on
     until its end. Only then the node is put right, by this command of the cluster's."""
-    with lab() as three:
+    with lab(gpus=gpus) as three:
         job = three.train(*LAYOUT, *OFTEN, *arguments, options=options)
         three.wait_for_step(4, job)
         node = ("node1", "node2")[host]
@@ -135,7 +136,9 @@ def power_of_other_node_elastic() -> Outcome:
         lab.slurm("scontrol", "update", "NodeName=node3", "State=DRAIN", "Reason=kept free")
         lab.cluster("kill", node)
 
-    return _hit(happens, "parallel.elastic=true", options=("--nodes=1-2", "--ntasks-per-node=2"), host=1, mend="boot")
+    # Without --ntasks-per-node, of which Slurm makes a number of nodes at the first start.
+    options = ("--nodes=1-2", "--gpus-per-node=2", "--cpus-per-gpu=1")
+    return _hit(happens, "parallel.elastic=true", options=options, host=1, mend="boot", gpus=2)
 
 
 def network_of_batch_host() -> Outcome:
@@ -148,17 +151,49 @@ def network_of_other_node() -> Outcome:
     return _hit(lambda lab, job, node: lab.cluster("cut", node), host=1, mend="restore")
 
 
-def chain_by_minutes() -> Outcome:
-    """Each start stops itself, by training.max_minutes, long before the training is done."""
+def _chain(reason: str, *options: str, minutes: float | None = None) -> Outcome:
+    """A training that ends only after its job has stopped itself three times for this reason.
+
+    How long a start takes depends on the machine, so the configuration is a file, which each start reads anew: with a
+    limit that leaves time for some steps, and with its last step once there were enough stops.
+    """
     with lab(nodes=1) as one:
-        # Counted from the start of the process, of which importing takes most: a step or more must be left of it.
-        minutes, steps = 0.3, 400
-        job = one.train(
-            f"training.max_minutes={minutes}", f"training.steps={steps}", "batch.global_batch_size=4",
-            "checkpoint.every=1000", "training.eval_batches=1", "monitor.tensorboard=false",
-            options=("--ntasks-per-node=1",),
-        )  # fmt: skip
-        return outcome(one, job, steps=steps)
+        path = one.folder / "chain.yaml"
+
+        def write(steps: int, max_minutes: float | None) -> None:
+            text = (ROOT / "configs" / "parity.yaml").read_text().replace("steps: 20", f"steps: {steps}")
+            limit = "null" if max_minutes is None else f"{max_minutes:.3f}"
+            path.with_suffix(".new").write_text(
+                text.replace("  log_every: 1\n", f"  log_every: 1\n  max_minutes: {limit}\n")
+            )
+            path.with_suffix(".new").rename(path)
+
+        write(100_000, minutes)
+        job = one.submit("--ntasks-per-node=1", *options, "slurm/train.sbatch", path, f"run.output_dir={one.run_dir()}",
+                         "batch.global_batch_size=4", "checkpoint.every=100000", "training.eval_batches=1",
+                         "monitor.tensorboard=false")  # fmt: skip
+        for stops in range(1, 100):
+            wait_until(lambda seen=stops: len(one.record()) >= seen, lambda: f"no stop: {one.log(job)}")
+            record = one.record()
+            useful = {line["saved_step"] for line in record if reason in line["why"] and line["saved_step"] > 0}
+            if len(useful) >= 3:
+                break
+            if minutes is not None and "before a step was made" in record[-1]["why"]:
+                minutes *= 1.5
+                write(100_000, minutes)
+        last = one.record()[-1]["saved_step"] + 20
+        write(last, None)
+        return outcome(one, job, steps=last)
+
+
+def chain_by_minutes() -> Outcome:
+    """Each start stops itself by training.max_minutes."""
+    return _chain("training.max_minutes are over", minutes=0.25)
+
+
+def chain_by_time_limit() -> Outcome:
+    """Each start is stopped by the signal before Slurm's own limit, the shortest there is."""
+    return _chain("signal SIGUSR1", "--time=1", "--signal=USR1@30")
 
 
 SMALL = ("training.steps=2", "batch.global_batch_size=4", "training.eval_batches=1", "monitor.tensorboard=false")
@@ -232,7 +267,7 @@ SCENARIOS: dict[str, Callable[[], Outcome]] = {
     for function in (
         # The longest waits first: they leave the cores to the others.
         network_of_batch_host, network_of_other_node, power_of_batch_host, power_of_other_node_elastic,
-        whole, alone, stopped_by_signal, chain_by_minutes, requeued, stopped_by_signal_to_script,
+        whole, alone, stopped_by_signal, chain_by_minutes, chain_by_time_limit, requeued, stopped_by_signal_to_script,
         failing_twice, without_requeue, array, dependencies, mistakes,
     )
 }  # fmt: skip

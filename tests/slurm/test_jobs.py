@@ -87,14 +87,26 @@ def test_the_log_says_what_was_done_and_why(scenario: Scenario) -> None:
     assert "start 2 of this job" in scenario("requeued").log
 
 
-@pytest.mark.scenario("chain_by_minutes")
-def test_a_chain_of_starts_makes_each_step_once(scenario: Scenario) -> None:
-    chain = scenario("chain_by_minutes")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        pytest.param(
+            "chain_by_minutes", "training.max_minutes are over", marks=pytest.mark.scenario("chain_by_minutes")
+        ),
+        pytest.param(
+            "chain_by_time_limit",
+            "signal SIGUSR1",
+            marks=[pytest.mark.scenario("chain_by_time_limit"), pytest.mark.slow],
+        ),
+    ],
+)
+def test_a_chain_of_starts_makes_each_step_once(scenario: Scenario, name: str, reason: str) -> None:
+    chain = scenario(name)
     assert steps(chain) == list(range(1, chain.more["steps"] + 1))
     assert int(chain.job["Restarts"]) >= 3
     assert chain.job["JobState"] == "COMPLETED"
     stops = [line for line in chain.record if line["what"] == "requeue"]
-    assert all("training.max_minutes are over" in line["why"] for line in stops)
+    assert all(reason in line["why"] for line in stops)
     assert chain.left_over == []
 
 

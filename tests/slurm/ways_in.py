@@ -82,7 +82,7 @@ def devices() -> Outcome:
     """Four make-believe devices; another job holds the first two."""
     with lab(nodes=1, gpus=4) as one:
         first = one.submit("--gpus-per-node=2", "--ntasks=1", "--wrap=sleep 600")
-        job = one.train(*SMALL, "parallel.tensor=2", options=("--ntasks-per-node=2", "--gpus-per-node=2"))
+        job = one.train(*SMALL, "parallel.tensor=2", options=("--gpus-per-node=2", "--cpus-per-gpu=1"))
         found = outcome(one, job)
         one.slurm("scancel", first)
         return found
