@@ -115,7 +115,8 @@ def test_a_step_that_does_not_end_within_the_grace_time(straight: Path) -> None:
     assert "asked to stop (signal SIGTERM), but no step ended within 2 s" in status(folder)["reason"]
     stacks = (folder / "grace" / "rank_00000.txt").read_text()
     assert "steps finished: 4" in stacks and "thread MainThread:" in stacks and "train_step" in stacks
-    assert len(records(folder)) == 4 and steps_saved(folder) == [4]
+    # The save of step 4 was under way: it is there where all ranks had met often enough to publish it.
+    assert len(records(folder)) == 4 and steps_saved(folder) in ([], [4])
 
 
 def test_before_the_run_begins_a_signal_ends_it_at_once(straight: Path) -> None:
