@@ -38,7 +38,7 @@ from launcher.generate import DTYPES, device_and_dtype
 from launcher.mistakes import sentence
 from launcher.train import report
 from model.language_model import LanguageModel
-from parallel.environment import Environment, LaunchError, read_environment
+from parallel.environment import Environment, LaunchError, guess_rank, read_environment
 from training.checkpoint import Checkpoint, CheckpointError
 from training.loading import (
     document_mask,
@@ -235,7 +235,7 @@ def check(options: argparse.Namespace, world_size: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; the exit status is 0, or 2 with one line on standard error."""
     options = build_parser().parse_args(argv)
-    rank = int(os.environ.get("RANK", "0"))
+    rank = guess_rank()
     try:
         environment = read_environment()
         rank = environment.rank
@@ -249,7 +249,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             show(result)
             if options.json:
                 options.json.write_text(json.dumps(asdict(result), indent=2) + "\n")
-    except (LaunchError, CheckpointError, DataError, OSError) as error:
+    except LaunchError as error:
+        return report(sentence(error), 0 if error.alone else rank)
+    except (CheckpointError, DataError, OSError) as error:
         return report(sentence(error), rank)
     return 0
 

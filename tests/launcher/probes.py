@@ -19,6 +19,7 @@ from training.progress import Progress
 def evaluate(device: torch.device, arguments: list[str], folder: str) -> dict[str, Any]:
     """launcher/evaluate.py with these arguments; what it would write as JSON."""
     evaluation_run.build_mesh = mesh_of  # its process groups are never freed
+    evaluation_run.join = lambda *_: device  # the processes have met
     options = command.build_parser().parse_args(arguments)
     rank, size = dist.get_rank(), dist.get_world_size()
     command.check(options, size)

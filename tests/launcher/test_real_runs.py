@@ -1,4 +1,4 @@
-"""What real runs leave, exported: the same files from every layout, and a model that is used elsewhere as it is here."""
+"""What real runs leave, exported: the same files from every layout, and a model used elsewhere as it is here."""
 
 import json
 import math
