@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -20,8 +21,8 @@ class ProcessId:
     """A process that cannot be confused with a later one of the same number."""
 
     pid: int
-    created: float
-    """Seconds since the epoch."""
+    started: float
+    """When it started, as its machine counts."""
     place: str = ""
     """Host and process table that `pid` counts in."""
 
@@ -35,19 +36,37 @@ def place() -> str:
         return host
 
 
+def _started(pid: int) -> float | None:
+    """When the process started; None where there is none, or one that ended and whose parent has not noticed yet.
+
+    In clock ticks since the machine's start: psutil adds the time of that, which two processes may see a second apart
+    (the clock is being adjusted), so they would not agree whether a process is the same.
+    """
+    if not Path("/proc/self/stat").exists():  # no Linux
+        try:
+            found = psutil.Process(pid)
+            return None if found.status() == psutil.STATUS_ZOMBIE else found.create_time()
+        except psutil.NoSuchProcess:
+            return None
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else float(fields[19])
+
+
 def identify(pid: int | None = None) -> ProcessId:
     """The process with this number (default: this one); psutil.NoSuchProcess where there is none."""
-    process = psutil.Process(pid)
-    return ProcessId(process.pid, process.create_time(), place())
+    pid = os.getpid() if pid is None else pid
+    started = _started(pid)
+    if started is None:
+        raise psutil.NoSuchProcess(pid)
+    return ProcessId(pid, started, place())
 
 
 def is_alive(process: ProcessId) -> bool:
-    """Whether it still runs; one that ended and whose parent has not noticed yet does not. Only for this machine."""
-    try:
-        found = psutil.Process(process.pid)
-        return abs(found.create_time() - process.created) < 0.05 and found.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    """Whether it still runs. Only for this machine."""
+    return _started(process.pid) == process.started
 
 
 def is_launcher(command: list[str]) -> bool:
