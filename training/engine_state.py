@@ -109,12 +109,13 @@ def loss_scale(engine: TrainingEngine) -> dict[str, float] | None:
     return loss_scale_state(engine.engine)
 
 
-def dump_gradients(engine: TrainingEngine, folder: Path, step: int, scale: float = 1.0) -> None:
+def dump_gradients(engine: TrainingEngine, folder: Path, step: int) -> None:
     """Write the whole gradient of this step, by global name, to `folder`/step_00000001.safetensors. Collective.
 
-    To be called before the update (`before_update`): gradients are reduced and not yet clipped. `scale` is the loss
-    scale that they still carry.
+    To be called before the update (`before_update`): gradients are reduced and not yet clipped. A loss scale that they
+    still carry is taken off.
     """
+    scale = float(getattr(engine.engine.optimizer, "loss_scale", 1.0))
     rank = engine.mesh.rank
     saved = {fragment.slice.name for fragment in engine.fragments() if fragment.saved_here}
     pieces = []
