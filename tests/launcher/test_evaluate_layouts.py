@@ -108,8 +108,7 @@ def test_the_command_on_two_processes_writes_the_same_json(prefix: Path, tmp_pat
     assert_same(json.loads((tmp_path / "two.json").read_text()), wanted)
     said = [line for line in result.output.splitlines() if line.startswith("loss ")]
     assert said == [
-        f"loss {wanted['loss']:.4f}  perplexity {wanted['perplexity']:.4f}  "
-        f"bits per byte {wanted['bits_per_byte']:.4f}"
+        f"loss {wanted['loss']:.4f}  perplexity {wanted['perplexity']:.4f}  bits per byte {wanted['bits_per_byte']:.4f}"
     ]
 
 
