@@ -65,6 +65,16 @@ BF16 = {
 """Bounds in bfloat16 against one process: about twice the largest difference between runs of one process that differ
 only in the order of summation (`tests.parity.test_features` measures it; no bound is more than three times it)."""
 
+FP16 = {
+    "first_loss": 1e-5,
+    "first_norm": 1e-4,
+    "gradients": 5e-3,
+    "loss": 1e-4,
+    "norm": 5e-4,
+    "coefficient": 5e-4,
+}
+"""Bounds in float16, whose mantissa has three bits more than bfloat16's, against one process in fp32."""
+
 
 def trace_of(records: list[dict[str, Any]], folder: Path) -> Trace:
     """What the product left of a run."""

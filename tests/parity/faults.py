@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule as pipe_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import stage_1_and_2
@@ -205,6 +206,11 @@ def _own_mean(self: Any, micro_batches: int | None = None) -> torch.Tensor:
     return losses
 
 
+def fp16_allowed() -> Patch:
+    """No fault: a CPU that says it can compute in fp16, which DeepSpeed asks. Only tests may say so."""
+    return mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True)
+
+
 FAULTS: dict[str, Callable[[], Patch]] = {
     function.__name__: function
     for function in (
@@ -225,6 +231,7 @@ FAULTS: dict[str, Callable[[], Patch]] = {
         mean_of_means,
         rotary_cast,
         loss_of_one_replica,
+        fp16_allowed,
     )
 }
 

@@ -60,3 +60,13 @@ BF16 = [
     Case(1, 1, 2, dtype="bf16", zero=3),
 ]
 """In bfloat16, held to what summation order alone does in one process."""
+
+FP16 = [
+    _with(1, 1, 1, features=(), dtype="fp16"),
+    _with(2, 1, 1, features=(), dtype="fp16", tied=True),
+    _with(1, 2, 1, features=(), dtype="fp16", sequence_parallel=True),
+    _with(2, 1, 2, features=(), dtype="fp16"),
+    _with(1, 1, 2, features=(), dtype="fp16", zero=2),
+    _with(1, 1, 2, features=(), dtype="fp16", zero=3),
+]
+"""In float16 with a moving loss scale, compared with one process in fp32."""

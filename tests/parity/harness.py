@@ -74,9 +74,9 @@ class Harness:
         return self.judge_trace(case, self.run(case, fault).trace)
 
     def apart(self, case: Case, found: Trace) -> Difference:
-        """How far what a run left is from the oracle of the same dtype."""
+        """How far what a run left is from the oracle of the same dtype (of fp32, for fp16)."""
         rate = case.configuration().optimizer.learning_rate
-        return difference(found, self.oracle(case, case.dtype, SAMPLES_AT_ONCE), rate)
+        return difference(found, self.oracle(case, "bf16" if case.dtype == "bf16" else "fp32"), rate)
 
     def judge_trace(self, case: Case, found: Trace) -> Verdict:
         """Hold what a run left to the bounds."""

@@ -1,5 +1,6 @@
 """Features of the model, number formats and odd sizes, each against the oracle's own use of the same."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -55,3 +56,31 @@ def test_a3_with_the_last_micro_batch_added_late_it_is_not(harness: Harness, mic
     case = Case(1, 1, 2, dtype="bf16", micro_batches=micro_batches, overrides=("training.steps=2",))
     apart = harness.apart(case, harness.run(case, "last_micro_batch_after_reduce").trace)
     assert {"gradients", "first_norm"} <= set(apart.over(compare.BF16))
+
+
+@pytest.mark.parametrize("case", features.FP16, ids=lambda case: case.name)
+def test_fp16_with_a_loss_scale_is_close_to_fp32(harness: Harness, case: Case) -> None:
+    outcome = harness.run(case, "fp16_allowed")
+    assert not any(record["skipped"] for record in outcome.records[0])
+    assert harness.apart(case, outcome.trace).over(compare.FP16) == {}
+
+
+@pytest.mark.parametrize("case", [Case(2, 1, 1), Case(1, 1, 2), Case(1, 1, 2, zero=3)], ids=lambda case: case.name)
+def test_fp16_skips_and_lowers_a_scale_that_is_too_high(harness: Harness, case: Case) -> None:
+    scale = "deepspeed.fp16={initial_scale_power: 26, hysteresis: 1}"
+    case = replace(case, dtype="fp16", overrides=("model.num_layers=4", scale))
+    outcome = harness.run(case, "fp16_allowed")
+    for records in outcome.records:
+        skipped = [record["skipped"] for record in records]
+        count = skipped.index(False)
+        # At the beginning, on all ranks, with weights as they were; then training begins, at the edge of the range.
+        assert 1 <= count <= 9 and sum(skipped[count:]) <= 2
+        assert [record["loss"] for record in records[:count]] == pytest.approx(
+            _initial_losses(harness, case, count), rel=1e-5
+        )
+        assert records[-1]["loss"] < records[0]["loss"] - 0.3
+
+
+def _initial_losses(harness: Harness, case: Case, count: int) -> list[float]:
+    """Losses of the first steps' samples with the initial weights: the oracle at a learning rate of 0."""
+    return harness.oracle(replace(case, overrides=(*case.overrides, "optimizer.learning_rate=0.0"))).losses[:count]

@@ -18,6 +18,7 @@ from tests.parity.experiments import LENGTH, MICRO_BATCH, MICRO_BATCHES, evaluat
 from tests.parity.harness import Harness
 from tests.parity.pool import CaseFailed
 from training import checkpoint
+from training.configuration import ConfigurationError
 
 TABLE = (512, False, False)
 RAGGED = (512, True, False)
@@ -168,3 +169,29 @@ def test_a19_copies_of_a_tied_matrix_stay_equal(harness: Harness) -> None:
                 count += 1
         assert count == 2 * case.tensor * case.data
         assert all(len(digests) == 1 for digests in held.values()), case.name
+
+
+REFUSED = {
+    "a8, ZeRO 2 with a pipeline": (Case(2, 1, 1, zero=2), "parallel.zero_stage is 2 and must be 1 with a pipeline"),
+    "a8, ZeRO 3 with a pipeline": (Case(2, 1, 1, zero=3), "parallel.zero_stage is 3 and must be 1 with a pipeline"),
+    "a15, a17, a stage without a block": (
+        Case(4, 1, 1, overrides=("model.num_layers=3",)),
+        "parallel.pipeline is 4 and must be at most model.num_layers, which is 3",
+    ),
+    "a17, a chunk without a block": (
+        Case(2, 1, 1, "dualpipev", micro_batches=8, overrides=("model.num_layers=3",)),
+        "parallel.pipeline is 2 and must be at most 1 with dualpipev",
+    ),
+    "a27, offload with a pipeline": (
+        Case(2, 1, 1, dtype="bf16", overrides=("parallel.offload_optimizer=true",)),
+        "parallel.offload_optimizer is true and needs parallel.zero_stage 2 or 3",
+    ),
+    "a6, bf16 without ZeRO": (Case(1, 1, 2, zero=0, dtype="bf16"), "parallel.zero_stage is 0 and must be 1, 2 or 3"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_one_sentence_before_anything_is_built(name: str) -> None:
+    case, sentence = REFUSED[name]
+    with pytest.raises(ConfigurationError, match=sentence):
+        case.configuration()
