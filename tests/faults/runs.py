@@ -44,7 +44,7 @@ class Started:
     """The ranks, or the launcher alone."""
     began: float = field(default_factory=time.monotonic)
 
-    def wait(self, seconds: float = 120.0) -> list[int]:
+    def wait(self, seconds: float = 300.0) -> list[int]:
         """The exit statuses; what still runs after so many seconds fails the test (and is ended)."""
         until = time.monotonic() + seconds
         try:
@@ -84,7 +84,7 @@ class Started:
         self.end()
         raise AssertionError(f"{left} were left after {seconds} s:\n{self.text()[-4000:]}")
 
-    def wait_for(self, text: str, seconds: float = 90.0) -> None:
+    def wait_for(self, text: str, seconds: float = 300.0) -> None:
         """Until the log says so."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -168,7 +168,7 @@ def start(
         )
 
 
-def run(folder: Path, *overrides: str, seconds: float = 120.0, **options: Any) -> str:
+def run(folder: Path, *overrides: str, seconds: float = 300.0, **options: Any) -> str:
     """Run to the end, which must be a good one, and return what was printed."""
     started = start(folder, *overrides, **options)
     statuses = started.wait(seconds)
@@ -182,7 +182,7 @@ def run_all(folder: Path, runs: Sequence[tuple[str, Sequence[str], Sequence[Any]
     program = folder / "runs.json"
     listed = [{"argv": arguments(folder / name, overrides), "faults": list(faults)} for name, overrides, faults in runs]
     program.write_text(json.dumps(listed))
-    return run(folder / "all", processes=processes, argv=[str(program)], seconds=280.0)
+    return run(folder / "all", processes=processes, argv=[str(program)], seconds=600.0)
 
 
 def records(folder: Path, kind: str = "train") -> list[dict[str, Any]]:

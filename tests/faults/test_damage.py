@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             listed.append({"argv": arguments(copy, OVERRIDES), "faults": []})
     program = folder / "runs.json"
     program.write_text(json.dumps(listed))
-    folder.joinpath("log").write_text(run(folder / "all", argv=[str(program)], processes=1, seconds=280.0))
+    folder.joinpath("log").write_text(run(folder / "all", argv=[str(program)], processes=1, seconds=600.0))
     return folder
 
 

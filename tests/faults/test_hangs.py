@@ -18,7 +18,7 @@ def test_a_rank_that_sleeps_in_its_loader_is_named(tmp_path: Path) -> None:
     started = start(folder, *overrides, processes=3, faults=[("sleep_in_loader", [2, 4, 600])])
     started.wait_for("step 3/24")
     began = time.monotonic()
-    assert started.wait(60.0) == [1, 1, 1]
+    assert started.wait() == [1, 1, 1]
     assert time.monotonic() - began < 35.0
     found = status(folder)
     assert (found["state"], found["first_failing_rank"], found["step"]) == ("failed", 2, 3)
@@ -37,7 +37,7 @@ def test_a_forward_pass_that_hangs_is_named(tmp_path: Path) -> None:
     started = start(
         folder, "parallel.pipeline=2", "training.hang_seconds=5", faults=[("sleep_in_forward", [1, 3, 600])]
     )
-    assert started.wait(120.0) == [1, 1]
+    assert started.wait() == [1, 1]
     found = status(folder)
     assert found["first_failing_rank"] == 1
     assert "rank 1 is behind: step 3, forward micro-batch 2 for " in found["reason"]
@@ -77,9 +77,9 @@ def test_an_exception_in_one_rank_ends_all(tmp_path: Path, processes: int) -> No
         faults=[("raise_at", [failing, 3])],
         deepspeed=True,
     )
-    started.wait_for("ValueError: planted at step 3", 250.0)
+    started.wait_for("ValueError: planted at step 3")
     assert started.wait_until_gone(60.0) < 60.0
-    assert started.wait(60.0) == [1]
+    assert started.wait() == [1]
     failed_first(folder, started.text(), failing, "ValueError: planted at step 3 (step 3")
     assert f"[rank {failing}] ValueError: planted at step 3" in started.text()
 
@@ -91,6 +91,6 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path, killed: int) -> None:
     started = start(folder, "parallel.pipeline=2", faults=[("pace", [0.2])])
     started.wait_for("step 3/24")
     os.kill(started.processes[killed].pid, signal.SIGKILL)
-    statuses = started.wait(60.0)
+    statuses = started.wait()
     assert statuses[killed] == -signal.SIGKILL and statuses[1 - killed] == 1
     failed_first(folder, started.text(), killed, "its process ended without a word: killed, or out of memory")

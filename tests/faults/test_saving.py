@@ -55,7 +55,7 @@ def test_a_disk_that_fills_up_and_is_freed_again(small_disk: Path) -> None:
     (small_disk / "filler").unlink()
     for step in (3, 6):
         shutil.rmtree(folder / "checkpoints" / f"step_{step:08d}")
-    assert started.wait(90.0) == [0], started.text()[-3000:]
+    assert started.wait() == [0], started.text()[-3000:]
     assert "metrics.jsonl can be written again, and nothing of it is lost" in started.text()
     assert [record["step"] for record in records(folder)] == list(range(1, 25))
     assert max(record["checkpoint_failures"] for record in records(folder)) >= 2
@@ -69,7 +69,7 @@ def test_a_last_step_that_cannot_be_saved_is_a_failure(small_disk: Path) -> None
     (small_disk / "filler").write_bytes(b"x" * 17 * 10**6)
     overrides = [*LARGER, "training.steps=4", "training.eval_every=4"]
     started = start(folder, *overrides, processes=1, log=small_disk.parent / "run.log")
-    assert started.wait(90.0) == [1]
+    assert started.wait() == [1]
     text = started.text()
     assert text.index("GiB free, and a checkpoint takes") < text.index("step 1/4")
     assert "error: step 4 is trained but could not be saved: " in text.splitlines()[-1]
@@ -89,7 +89,7 @@ def test_a_read_only_folder(small_disk: Path) -> None:
     started.wait_for("warning: step 8 could not be saved: ")
     assert "Read-only file system" in started.text()
     subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
-    assert started.wait(60.0) == [0]
+    assert started.wait() == [0]
     assert steps_saved(folder)[0] == 4 and 8 not in steps_saved(folder) and 20 in steps_saved(folder)
 
 

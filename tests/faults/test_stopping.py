@@ -109,7 +109,7 @@ def test_a_step_that_does_not_end_within_the_grace_time(straight: Path) -> None:
     time.sleep(0.5)
     began = time.monotonic()
     started.processes[0].send_signal(signal.SIGTERM)
-    assert started.wait(60.0) == [1, 1]
+    assert started.wait() == [1, 1]
     assert time.monotonic() - began < 20.0
     assert status(folder)["state"] == "failed" and status(folder)["first_failing_rank"] == 0
     assert "asked to stop (signal SIGTERM), but no step ended within 2 s" in status(folder)["reason"]
