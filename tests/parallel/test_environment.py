@@ -101,7 +101,10 @@ def test_without_a_launcher_it_is_one_process() -> None:
         pytest.param(ONE_A_NODE | DEEPSPEED, "torch", "node1", id="srun of a deepspeed a node"),
         pytest.param(BATCH | MPIRUN, "mpi", "node1", id="mpirun in a batch script, first node"),
         pytest.param(
-            TASK | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0"} | MPIRUN,
+            TASK
+            | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0"}
+            | {"SLURM_STEP_NODELIST": "node2"}
+            | MPIRUN,
             "mpi",
             "node1",
             id="mpirun in a batch script, another node",

@@ -45,8 +45,8 @@ def test_nodes_that_are_alike_have_a_line_each() -> None:
     lines = [describe(ranks, facts) for ranks in by_node(facts).values()]
     assert lines[0] == (
         "node1: ranks 0-1 on 2 x NVIDIA H100, driver 550.54, torch 2.13.0, deepspeed 0.19.8, nccl 2.27.3, 8 cores and "
-        "12 threads a process, 1024 GiB of memory free, 512 GiB of disk free, 300 GB/s within, 40 GB/s to node2, warning: "
-        "more threads than cores (OMP_NUM_THREADS, --cpus-per-task)"
+        "12 threads a process, 1024 GiB of memory free, 512 GiB of disk free, 300 GB/s within, 40 GB/s to node2, "
+        "warning: more threads than cores (OMP_NUM_THREADS, --cpus-per-task)"
     )
     assert lines[1].startswith("node2: ranks 2-3 on 2 x NVIDIA H100, visible 4,5, driver")
 

@@ -15,7 +15,7 @@ HOST_FILE = 'hosts=$TMP-$SLURM_JOB_ID; scontrol show hostnames | sed "s/$/ slots
 DEEPSPEED = f"{BIN}/deepspeed --hostfile $hosts --master_addr $first --master_port $PORT"
 SSH = """#!/bin/bash
 # What pdsh calls in place of ssh: no node of the lab has an sshd.
-while [[ $1 == -* ]]; do [[ $1 == -l ]] && shift; shift; done
+while [[ $1 == -* ]]; do [[ $1 == -[lo] ]] && shift; shift; done
 host=$1; shift
 exec srun --overlap --nodes=1 --ntasks=1 --nodelist="$host" bash -c "$*"
 """
