@@ -229,8 +229,8 @@ def _check_pair(inner: _Claim, outer: _Claim) -> None:
         raise LaunchError(
             f"{outer.program} started {outer.size} tasks ({outer.size_name}) and each of them {inner.program}, with a "
             f"world of {inner.size} ({inner.size_name}) of its own: leave {inner.program} out "
-            f"(srun python launcher/train.py ..., one task a device), or start it once a node and tell it of all "
-            f"{outer.size} (docs/launching.md)"
+            "(srun python launcher/train.py ..., one task a device), or start it once a node and tell it of all nodes "
+            "(docs/launching.md)"
         )
 
 
