@@ -36,8 +36,9 @@ class Outcome:
 class Harness:
     """One pool, one folder, each oracle computed once."""
 
-    def __init__(self, pool: Pool, folder: Path) -> None:
+    def __init__(self, pool: Pool, folder: Path, timeout: float) -> None:
         self.pool = pool
+        self.timeout = timeout
         self.folder = folder
         self._oracles: dict[tuple[CaseKey, int], Trace] = {}
         self._count = 0
@@ -61,7 +62,8 @@ class Harness:
         folder = self.new_folder()
         before = self.pool.worlds[case.world].cpu_seconds if case.world in self.pool.worlds else 0.0
         started = time.perf_counter()
-        records = self.pool.run(case.world, "tests.parity.probes:train", {**case.arguments(folder), "fault": fault})
+        arguments = {**case.arguments(folder), "fault": fault}
+        records = self.pool.run(case.world, "tests.parity.probes:train", arguments, self.timeout)
         seconds = time.perf_counter() - started
         cpu_seconds = self.pool.worlds[case.world].cpu_seconds - before
         outcome = Outcome(trace_of(records[0], folder), records, seconds, cpu_seconds)
@@ -90,7 +92,7 @@ def with_one_stage(case: Case) -> Case:
 
 
 @contextlib.contextmanager
-def open_harness() -> Iterator[Harness]:
-    """A harness that leaves neither processes nor files behind."""
+def open_harness(timeout: float = 240.0) -> Iterator[Harness]:
+    """A harness that leaves neither processes nor files behind; a case may take `timeout` seconds."""
     with open_pool() as pool, tempfile.TemporaryDirectory(prefix="parity-") as folder:
-        yield Harness(pool, Path(folder))
+        yield Harness(pool, Path(folder), timeout)
