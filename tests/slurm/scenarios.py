@@ -247,6 +247,17 @@ def failing_twice() -> Outcome:
         return outcome(one, one.train(*SMALL, options=("--ntasks-per-node=1",)))
 
 
+def broken_pair() -> Outcome:
+    """Two nodes that rank 0 reaches, and that do not reach each other; they do at the second start."""
+    with lab(nodes=3) as three:
+        route = ("unreachable", "10.99.0.13/32")
+        three.cluster("exec", "--node", "node2", "--", "ip", "route", "add", *route)
+        job = three.train(*SMALL, "batch.global_batch_size=3", options=("--nodes=3", "--ntasks-per-node=1"))
+        three.wait_for_text("back into the queue", job)
+        three.cluster("exec", "--node", "node2", "--", "ip", "route", "del", *route)
+        return outcome(three, job)
+
+
 def without_requeue() -> Outcome:
     """A cluster that forbids requeueing: the job is submitted again."""
     with lab(nodes=1) as one:
@@ -268,6 +279,6 @@ SCENARIOS: dict[str, Callable[[], Outcome]] = {
         # The longest waits first: they leave the cores to the others.
         network_of_batch_host, network_of_other_node, power_of_batch_host, power_of_other_node_elastic,
         whole, alone, stopped_by_signal, chain_by_minutes, chain_by_time_limit, requeued, stopped_by_signal_to_script,
-        failing_twice, without_requeue, array, dependencies, mistakes,
+        failing_twice, broken_pair, without_requeue, array, dependencies, mistakes,
     )
 }  # fmt: skip

@@ -167,3 +167,14 @@ def test_where_requeueing_is_forbidden_the_job_is_submitted_again(scenario: Scen
     assert found.more["following"] == ("other", "01:17:00")
     assert steps(found) == list(range(1, 61))
     assert found.left_over == []
+
+
+@pytest.mark.scenario("broken_pair")
+def test_a_broken_network_is_found_before_the_run_begins(scenario: Scenario) -> None:
+    found = scenario("broken_pair")
+    (error,) = [line for line in found.log.splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: the network is broken: ")
+    assert "node2 cannot reach node3 at 10.99.0.13:" in error
+    assert [(line["what"], line["failures"]) for line in found.record] == [("requeue", 1), ("end", 0)]
+    assert steps(found) == [1, 2]
+    assert found.left_over == []

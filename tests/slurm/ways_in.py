@@ -3,10 +3,11 @@
 Each is a job of two nodes, of which one process each becomes a stage (the first: of one node).
 """
 
+import subprocess
 import sys
 from pathlib import Path
 
-from tests.slurm.lab import Lab, lab
+from tests.slurm.lab import ROOT, Lab, lab
 from tests.slurm.scenarios import SMALL, Outcome, outcome
 
 BIN = Path(sys.executable).parent
@@ -90,17 +91,13 @@ def devices() -> Outcome:
 
 def prepared() -> Outcome:
     """slurm/prepare_data.sbatch over two nodes, and the same in one process here."""
-    import subprocess
-
-    from tests.slurm.lab import ROOT
-
     with lab(nodes=2) as two:
         text = two.folder / "runs" / "text"
         text.mkdir(parents=True)
         for number in range(40):
             words = " ".join(str(number * word) for word in range(300))
             (text / f"{number:02}.txt").write_text(f"document {number}: {words}\n")
-        common = ["--input", str(text), "--vocab-size", "300", "--validation-fraction", "0.1"]
+        common = ["--input", str(text), "--tokenizer", "corpus/parity/tokenizer.model", "--validation-fraction", "0.1"]
         alone = [sys.executable, "launcher/prepare_data.py", *common, "--output", str(two.folder / "runs" / "alone")]
         subprocess.run(alone, cwd=ROOT, check=True, capture_output=True)
         output = two.folder / "runs" / "ranks"
