@@ -21,7 +21,7 @@ ELSEWHERE = {
     "deepspeed --num_gpus 8 launcher/train.py configs/parity.yaml parallel.pipeline=2 parallel.tensor=2": (
         "tests/launcher/test_train.py"  # with fewer steps: test_eight_processes_under_the_deepspeed_command_...
     ),
-    "sbatch --nodes 2 slurm/train.sbatch configs/7b.yaml": "tests/slurm/",  # with the parity model
+    "sbatch --nodes 2 --gpus-per-node 8 slurm/train.sbatch configs/7b.yaml": "tests/slurm/",  # with the parity model
     "source .venv/bin/activate": "the shell: it only puts .venv/bin on the path",
 }
 """Commands that something else runs."""
