@@ -98,11 +98,11 @@ def kill_again_and_again(folder: Path, kills: int, seed: int) -> list[tuple[str,
         else:
             time.sleep(draw.uniform(0.0, 2.0))
             wait_until(partial(watch.is_in, phase, rank), started)
+        doing = watch.says(str(rank)) or "starting"
         kill(started, victim, draw)
         gone = started.wait_until_gone(60.0)
         started.wait(60.0)
         after, reports = newest_sound(folder / "checkpoints")
-        doing = watch.says(str(rank)) or "starting"
         print(f"kill {number}: {victim} while rank {rank} was in {phase} ({doing}); all gone after {gone:.1f} s")
         print(f"  newest checkpoint {after and after.name}; {reports}")
         # What was complete stays so, and at most what was being written is incomplete.
