@@ -60,12 +60,12 @@ class Harness:
     def run(self, case: Case, fault: str | None = None, keep: bool = False) -> Outcome:
         """Train the case on its processes, with a fault planted if one is named."""
         folder = self.new_folder()
-        before = self.pool.worlds[case.world].cpu_seconds if case.world in self.pool.worlds else 0.0
+        before = self.pool.cpu_seconds
         started = time.perf_counter()
         arguments = {**case.arguments(folder), "fault": fault}
         records = self.pool.run(case.world, "tests.parity.probes:train", arguments, self.timeout)
         seconds = time.perf_counter() - started
-        cpu_seconds = self.pool.worlds[case.world].cpu_seconds - before
+        cpu_seconds = self.pool.cpu_seconds - before
         outcome = Outcome(trace_of(records[0], folder), records, seconds, cpu_seconds)
         if not keep:
             shutil.rmtree(folder)

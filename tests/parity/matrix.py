@@ -45,9 +45,9 @@ def case_of(values: Values) -> Case:
     """The case that these values, in the order of FACTORS, stand for."""
     chosen = dict(zip(FACTORS, values, strict=True))
     pipeline, tensor, data = chosen.pop("layout")
-    # Half the blocks where each stage, or each chunk of dualpipev, still gets one: half the time.
+    # No more blocks than give every stage one, every chunk of dualpipev, and two in any case: time is for more cells.
     chunks = pipeline * (2 if chosen["schedule"] == "dualpipev" else 1)
-    overrides = () if chunks > 4 else ("model.num_layers=4",)
+    overrides = () if chunks > 4 else (f"model.num_layers={max(2, chunks)}",)
     return Case(pipeline, tensor, data, **chosen, overrides=overrides)
 
 

@@ -88,7 +88,6 @@ class World:
         self.size = size
         self.log = tempfile.NamedTemporaryFile(prefix=f"parity-{size}-", suffix=".log")  # noqa: SIM115
         self.cpu_seconds = 0.0
-        """Of all processes, over all requests: what a case costs whatever else the machine does."""
         self.connections: list[Connection] = []
         self.processes = []
         port = _free_port()
@@ -149,6 +148,17 @@ class Pool:
 
     def __init__(self) -> None:
         self.worlds: dict[int, World] = {}
+        self._cpu_of_closed = 0.0
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Of all processes, over all requests that were answered: the cost, whatever else the machine does."""
+        return self._cpu_of_closed + sum(world.cpu_seconds for world in self.worlds.values())
+
+    def _close(self, size: int) -> None:
+        world = self.worlds.pop(size)
+        self._cpu_of_closed += world.cpu_seconds
+        world.close()
 
     def run(self, size: int, probe: str, arguments: dict[str, Any], timeout: float = 120.0) -> list[Any]:
         """Call `probe` ("module:function", taking the device and these arguments) on `size` processes."""
@@ -157,13 +167,13 @@ class Pool:
         try:
             return self.worlds[size].run(probe, arguments, timeout)
         except BaseException:
-            self.worlds.pop(size).close()
+            self._close(size)
             raise
 
     def close(self) -> None:
         """End all processes."""
         for size in list(self.worlds):
-            self.worlds.pop(size).close()
+            self._close(size)
 
 
 @contextlib.contextmanager

@@ -41,8 +41,8 @@ plain PyTorch, without DeepSpeed and without a line of `parallel/` or `training/
 
 ## What parity means here
 
-The configuration is [configs/parity.yaml](../configs/parity.yaml): real text, 8 blocks of width 64 (4 where that leaves
-every stage a block), 8 heads, AdamW at a rate of 1e-3 with 5 steps of warm-up, eps 1e-6, gradients clipped at a norm of
+The configuration is [configs/parity.yaml](../configs/parity.yaml): real text, 8 blocks of width 64 (in
+the matrix fewer, 2 at least, where every stage still has one), 8 heads, AdamW at a rate of 1e-3 with 5 steps of warm-up, eps 1e-6, gradients clipped at a norm of
 1. Clipping is at work in half of the steps. Sequences have 32 tokens, a step has 16 of them, or as many as there are
 micro-batches on all replicas.
 
