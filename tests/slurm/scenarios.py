@@ -196,7 +196,10 @@ def chain_by_time_limit() -> Outcome:
     return _chain("signal SIGUSR1", "--time=1", "--signal=USR1@30")
 
 
-SMALL = ("training.steps=2", "batch.global_batch_size=4", "training.eval_batches=1", "monitor.tensorboard=false")
+def small(steps: int = 2, batch: int = 4) -> tuple[str, ...]:
+    """A training of seconds."""
+    sizes = (f"training.steps={steps}", f"batch.global_batch_size={batch}")
+    return (*sizes, "training.eval_batches=1", "monitor.tensorboard=false")
 
 
 def array() -> Outcome:
@@ -204,7 +207,7 @@ def array() -> Outcome:
     with lab(nodes=3) as three:
         options = ("--array=0-2", "--ntasks-per-node=1")
         job = three.submit(*options, "slurm/train.sbatch", "configs/parity.yaml",
-                           f"run.output_dir={three.run_dir('a-%a')}", "run.seed=%a", *SMALL)  # fmt: skip
+                           f"run.output_dir={three.run_dir('a-%a')}", "run.seed=%a", *small())  # fmt: skip
         found = outcome(three, *(f"{job}_{task}" for task in range(3)), name="a-0")
         found.more = {
             "metrics": [three.metrics(f"a-{task}") for task in range(3)],
@@ -216,9 +219,9 @@ def array() -> Outcome:
 def dependencies() -> Outcome:
     """A job that begins where the one before it has finished, from its weights."""
     with lab(nodes=3) as three:
-        first = three.train(*SMALL, options=("--ntasks-per-node=1",), name="first")
+        first = three.train(*small(), options=("--ntasks-per-node=1",), name="first")
         resume = f"checkpoint.resume={three.run_dir('first')}"
-        second = three.train(*SMALL, "training.steps=4", resume, name="second",
+        second = three.train(*small(steps=4), resume, name="second",
                              options=("--ntasks-per-node=1", f"--dependency=afterok:{first}"))  # fmt: skip
         waited = three.job(second)["JobState"]
         return outcome(three, first, second, name="second", waited=waited)
@@ -244,7 +247,7 @@ def failing_twice() -> Outcome:
         run_dir = one.run_dir()
         run_dir.mkdir(parents=True)
         (run_dir / "checkpoints").write_text("not a folder")
-        return outcome(one, one.train(*SMALL, options=("--ntasks-per-node=1",)))
+        return outcome(one, one.train(*small(), options=("--ntasks-per-node=1",)))
 
 
 def broken_pair() -> Outcome:
@@ -252,7 +255,7 @@ def broken_pair() -> Outcome:
     with lab(nodes=3) as three:
         route = ("unreachable", "10.99.0.13/32")
         three.cluster("exec", "--node", "node2", "--", "ip", "route", "add", *route)
-        job = three.train(*SMALL, "batch.global_batch_size=3", options=("--nodes=3", "--ntasks-per-node=1"))
+        job = three.train(*small(batch=3), options=("--nodes=3", "--ntasks-per-node=1"))
         three.wait_for_text("back into the queue", job)
         three.cluster("exec", "--node", "node2", "--", "ip", "route", "del", *route)
         return outcome(three, job)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.slurm.lab import ROOT, Lab, lab
-from tests.slurm.scenarios import SMALL, Outcome, outcome
+from tests.slurm.scenarios import Outcome, outcome, small
 
 BIN = Path(sys.executable).parent
 # DeepSpeed's launchers read a host file; each job writes its own. They look for ssh first unless told not to.
@@ -56,7 +56,7 @@ def submit(cluster: Lab, number: int, command: str, nodes: int, tasks: int = 1) 
     script.write_text(
         f"#!/bin/bash\nexport PATH={ssh.parent}:$PATH OMP_NUM_THREADS=1\nTMP={cluster.folder}/hosts\n"
         f"PYTHON={sys.executable}; PORT=$($PYTHON slurm/job.py port)\n"
-        f'TRAIN="launcher/train.py configs/parity.yaml parallel.pipeline=2 {output} {" ".join(SMALL)}"\n{command}\n'
+        f'TRAIN="launcher/train.py configs/parity.yaml parallel.pipeline=2 {output} {" ".join(small())}"\n{command}\n'
     )
     return cluster.submit(f"--nodes={nodes}", f"--ntasks-per-node={tasks}", script)
 
@@ -83,7 +83,7 @@ def devices() -> Outcome:
     """Four make-believe devices; another job holds the first two."""
     with lab(nodes=1, gpus=4) as one:
         first = one.submit("--gpus-per-node=2", "--ntasks=1", "--wrap=sleep 600")
-        job = one.train(*SMALL, "parallel.tensor=2", options=("--gpus-per-node=2", "--cpus-per-gpu=1"))
+        job = one.train(*small(), "parallel.tensor=2", options=("--gpus-per-node=2", "--cpus-per-gpu=1"))
         found = outcome(one, job)
         one.slurm("scancel", first)
         return found
