@@ -1,6 +1,7 @@
 """Training as a person starts it: a run, its stop and resumption, in the same layout and in others.
 
-The uninterrupted run on one process is the reference. Bounds are those of docs/parity.md: loss 1e-5, norm 2e-5 over 20 steps.
+The uninterrupted run on one process is the reference. Bounds are those of docs/parity.md: loss 1e-5, norm 2e-5 over
+20 steps.
 """
 
 import json
@@ -57,9 +58,7 @@ def test_a_run_leaves_what_the_readme_says(straight: Path) -> None:
     assert (status["state"], status["step"], status["attempt"]) == ("finished", 20, 1)
     assert (straight / "config.yaml").exists()
     assert (straight / "checkpoints/latest").read_text().strip() == "step_00000020"
-    assert scalars(straight, "train/loss") == [
-        (line["step"], pytest.approx(line["loss"], rel=1e-6)) for line in lines
-    ]
+    assert scalars(straight, "train/loss") == [(line["step"], pytest.approx(line["loss"], rel=1e-6)) for line in lines]
 
 
 def test_stopped_and_started_again_it_is_the_uninterrupted_run_bit_for_bit(

@@ -92,7 +92,8 @@ def test_several_processes_speak_once_and_leave_nothing_behind(
 def test_what_cannot_be_resumed(arguments: list[str], parts: list[str], tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     if "SAVED" in arguments[0]:
-        assert train(1, CONFIGURATION, f"run.output_dir={saved}", "training.stop_after=1", launcher="python").status == 0
+        made = train(1, CONFIGURATION, f"run.output_dir={saved}", "training.stop_after=1", launcher="python")
+        assert made.status == 0, made.error
     put = [text.replace("SAVED", str(saved)) for text in arguments]
     result = train(1, CONFIGURATION, f"run.output_dir={tmp_path / 'run'}", *put, launcher="python")
     (sentence,) = result.mistakes

@@ -19,7 +19,7 @@ def grown(samples: int) -> int:
 
 
 def test_sizes() -> None:
-    assert [grown(samples) for samples in (0, 4, 12, 15, 16, 31, 32, 47, 48, 1000)] == [4, 4, 4, 4, 8, 8, 12, 12, 16, 16]
+    assert [grown(samples) for samples in (0, 4, 15, 16, 31, 32, 47, 48, 1000)] == [4, 4, 4, 8, 8, 12, 12, 16, 16]
 
 
 def test_without_a_ramp_the_size_is_constant() -> None:
@@ -46,7 +46,7 @@ def test_every_size_is_whole_micro_batches_of_every_copy() -> None:
 
 
 def test_a_growing_run_is_one_that_stops_and_goes_on_with_larger_batches(tmp_path: Path) -> None:
-    """8 sequences a step until 32 are consumed, then 16: steps 1 to 4, then 5 and 6. The second run is told so by hand."""
+    """8 sequences a step until 32 are consumed, then 16: steps 1 to 4, then 5 and 6. The second is told so by hand."""
     ramp = "batch.ramp_up={start: 8, increment: 8, samples: 32}"
     common = "training.steps=6", "training.eval_batches=1", "batch.micro_batch_size=2"
     grows, by_hand = tmp_path / "grows", tmp_path / "by_hand"
