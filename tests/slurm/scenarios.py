@@ -93,11 +93,12 @@ def _hit(
     host: int = 0,
     mend: str = "",
     gpus: int = 0,
+    layout: tuple[str, ...] = LAYOUT,
 ) -> Outcome:
     """After step 4 something happens, to the node with this number among the job's where it is one's; the job goes on
     until its end. Only then the node is put right, by this command of the cluster's."""
     with lab(gpus=gpus) as three:
-        job = three.train(*LAYOUT, *OFTEN, *arguments, options=options)
+        job = three.train(*layout, *OFTEN, *arguments, options=options)
         three.wait_for_step(4, job)
         node = ("node1", "node2")[host]
         assert three.job(job)["BatchHost"] == "node1"
@@ -115,8 +116,9 @@ def stopped_by_signal() -> Outcome:
 
 
 def stopped_by_signal_to_script() -> Outcome:
-    """`scancel --batch --signal=USR1`, and what --signal=B: does: to the batch script alone."""
-    return _hit(lambda lab, job, node: lab.slurm("scancel", "--batch", "--signal=USR1", job))
+    """`scancel --batch --signal=USR1`, and what --signal=B: does: to the batch script alone. One task, to save time."""
+    one = ("--nodes=1", "--ntasks-per-node=1")
+    return _hit(lambda lab, job, node: lab.slurm("scancel", "--batch", "--signal=USR1", job), options=one, layout=())
 
 
 def requeued() -> Outcome:

@@ -14,7 +14,6 @@ pytestmark = pytest.mark.timeout(1200)  # the first of them waits for several
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "skipped")
 INTERRUPTED = (
     "stopped_by_signal",
-    "stopped_by_signal_to_script",
     "requeued",
     "power_of_batch_host",
     "network_of_batch_host",
@@ -66,6 +65,14 @@ def test_an_interrupted_job_goes_on_to_the_same_end(scenario: Scenario, name: st
     assert outcome.left_over == []
     # SlurmdTimeout 10 s and 8 s of waiting in the queue here, and what loaded cores add.
     assert outcome.seconds < 150
+
+
+@pytest.mark.scenario("alone", "stopped_by_signal_to_script")
+def test_a_signal_to_the_script_alone_reaches_the_training(scenario: Scenario) -> None:
+    outcome = scenario("stopped_by_signal_to_script")
+    assert exactly(outcome) == exactly(scenario("alone"))
+    assert (outcome.job["JobState"], outcome.job["Restarts"]) == ("COMPLETED", "1")
+    assert outcome.left_over == []
 
 
 @pytest.mark.scenario("whole", "power_of_other_node_elastic")
