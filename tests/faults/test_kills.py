@@ -19,7 +19,7 @@ import pytest
 from tests.faults.runs import Started, exact, run, start, steps_saved, validations
 from training.checkpoint import newest_sound
 
-OVERRIDES = ["parallel.pipeline=2", "training.steps=120", "training.eval_every=5", "checkpoint.every=3"]
+OVERRIDES = ["parallel.pipeline=2", "training.steps=48", "training.eval_every=5", "checkpoint.every=3"]
 PHASES = ("start-up", "forward", "collective", "evaluation", "save")
 VICTIMS = ("one rank", "all ranks", "deepspeed", "launch.py")
 COLLECTIVE = ("reducing", "agreeing", "receiving", "sending", "updating")
@@ -124,10 +124,10 @@ def test_a_run_killed_at_random_moments_loses_nothing(tmp_path: Path, kills: int
     hit = kill_again_and_again(folder, kills, seed)
     assert {phase for _, phase in hit} == set(PHASES) and {victim for victim, _ in hit} == set(VICTIMS)
     text = run(folder, *OVERRIDES)
-    assert "resuming" in text and "finished after step 120 of 120" in text
+    assert "resuming" in text and "finished after step 48 of 48" in text
     run(straight, *OVERRIDES)
-    assert exact(folder) == exact(straight) and [record[0] for record in exact(folder)] == list(range(1, 121))
+    assert exact(folder) == exact(straight) and [record[0] for record in exact(folder)] == list(range(1, 49))
     assert validations(folder) == validations(straight)
-    assert steps_saved(folder)[-1] == 120
+    assert steps_saved(folder)[-1] == 48
     # Nothing half written or half deleted is left either.
     assert not [path.name for path in (folder / "checkpoints").iterdir() if path.name.startswith(".step")]
