@@ -88,19 +88,23 @@ def test_a_warning_changes_nothing(folder: Path) -> None:
     assert all(torch.equal(tensors(run, 10)[key], value) for key, value in tensors(folder / "clean", 10).items())
 
 
-@pytest.mark.parametrize("name", ["rewind", "resumed"])
-def test_a_rewind_passes_over_the_samples_since_the_checkpoint(folder: Path, name: str) -> None:
-    """Saved after 6 steps; step 8, samples 28 to 31, is the spike: back to 6, on with sample 32."""
-    run = folder / name
+@pytest.mark.parametrize(("name", "back"), [("rewind", 6), ("resumed", 7)])
+def test_a_rewind_passes_over_the_samples_since_the_checkpoint(folder: Path, name: str, back: int) -> None:
+    """Saved after 6 steps; step 8, samples 28 to 31, is the spike: back to 6, on with sample 32.
+
+    The resumed run was also saved where it was stopped, after step 7, and so goes back to there.
+    """
+    run, first = folder / name, 4 * back
     assert [record["step"] for record in records(run)] == list(range(1, 11))
     manifest = Checkpoint.open(run / "checkpoints" / "step_00000010").manifest
-    assert manifest.passed_over == [[24, 32]] and manifest.samples == 32 + 16 and manifest.tokens == 40 * 32
+    assert manifest.passed_over == [[first, 32]]
+    assert manifest.samples == 32 + 4 * (10 - back) and manifest.tokens == 40 * 32
     assert manifest.counters["spikes"] == 1 and manifest.adam_step == 10
     # The checkpoint that it went back to knows it, so that a start from there does not meet the spike again.
-    assert Checkpoint.open(run / "checkpoints" / "step_00000006").manifest.passed_over == [[24, 32]]
-    assert exact(run)[:6] == exact(folder / "clean")[:6] and exact(run)[6:] != exact(folder / "clean")[6:]
-    assert exact(run) == exact(folder / "rewind")
-    assert "back to step 6, passing over samples 24 to 31" in (folder / "log").read_text()
+    assert Checkpoint.open(run / "checkpoints" / f"step_{back:08d}").manifest.passed_over == [[first, 32]]
+    clean = exact(folder / "clean")
+    assert exact(run)[:back] == clean[:back] and exact(run)[back:] != clean[back:]
+    assert f"back to step {back}, passing over samples {first} to 31" in (folder / "log").read_text()
 
 
 def test_a_rewind_without_a_checkpoint_skips_the_step(folder: Path) -> None:

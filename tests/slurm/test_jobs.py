@@ -9,7 +9,7 @@ import pytest
 from tests.slurm.scenarios import Outcome
 
 Scenario = Callable[[str], Outcome]
-pytestmark = pytest.mark.timeout(1200)  # the first of them waits for several
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the first of them waits for several
 
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "skipped")
 INTERRUPTED = (
