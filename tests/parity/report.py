@@ -41,10 +41,10 @@ plain PyTorch, without DeepSpeed and without a line of `parallel/` or `training/
 
 ## What parity means here
 
-The configuration is [configs/parity.yaml](../configs/parity.yaml): real text, 8 blocks of width 64 (in
-the matrix fewer, 2 at least, where every stage still has one), 8 heads, AdamW at a rate of 1e-3 with 5 steps of warm-up, eps 1e-6, gradients clipped at a norm of
-1. Clipping is at work in half of the steps. Sequences have 32 tokens, a step has 16 of them, or as many as there are
-micro-batches on all replicas.
+The configuration is [configs/parity.yaml](../configs/parity.yaml): real text, 8 blocks of width 64 (in the matrix
+fewer, 2 at least, where every stage still has one), 8 heads, AdamW at a rate of 1e-3 with 5 steps of warm-up, eps 1e-6,
+gradients clipped at a norm of 1. Clipping is at work in half of the steps. Sequences have 32 tokens, a step has 16 of
+them, or as many as there are micro-batches on all replicas.
 
 - **Step 1**: loss, gradient norm, and the gradient of every parameter, joined by global name. Adam hides a gradient
   that is wrong by a factor, so gradients themselves are compared.
