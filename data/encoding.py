@@ -79,11 +79,13 @@ def encode_unit(job: Job, unit: Unit, tick: Tick) -> ShardSummary:
         tick(sum(segment.size for segment in unit))
         return done
     tokenizer = _tokenizer(job.tokenizer)
-    partial = Path(f"{shard}.partial-{os.uname().nodename}-{os.getpid()}")
     has_mask = len(job.keys.names) > 1
+    suffixes = ("tokens", "mask", "npz") if has_mask else ("tokens", "npz")
+    # A name that ends in .npz is a finished shard's.
+    partial = {suffix: f"{shard}.{suffix}.partial-{os.uname().nodename}-{os.getpid()}" for suffix in suffixes}
     with contextlib.ExitStack() as files:
-        tokens = files.enter_context(open(f"{partial}.tokens", "wb"))
-        mask = files.enter_context(open(f"{partial}.mask", "wb")) if has_mask else None
+        tokens = files.enter_context(open(partial["tokens"], "wb"))
+        mask = files.enter_context(open(partial["mask"], "wb")) if has_mask else None
         writer = _ShardWriter(tokenizer, tokens, mask)
         for segment in unit:
             reported = 0
@@ -101,7 +103,7 @@ def encode_unit(job: Job, unit: Unit, tick: Tick) -> ShardSummary:
                 os.fsync(file.fileno())
     summary = writer.summary()
     summary_values = np.array([summary.sequences, summary.documents, summary.empty, summary.replaced], dtype=np.int64)
-    with open(f"{partial}.npz", "wb") as file:
+    with open(partial["npz"], "wb") as file:
         np.savez(
             file,
             summary=summary_values,
@@ -110,8 +112,10 @@ def encode_unit(job: Job, unit: Unit, tick: Tick) -> ShardSummary:
             ends=np.array(writer.ends, dtype=bool),
             text_bytes=np.array(writer.text_bytes, dtype=np.int64),
         )
-    for suffix in ("tokens", "mask", "npz") if has_mask else ("tokens", "npz"):
-        os.replace(f"{partial}.{suffix}", f"{shard}.{suffix}")
+        file.flush()
+        os.fsync(file.fileno())
+    for suffix in suffixes:
+        os.replace(partial[suffix], f"{shard}.{suffix}")
     summary.peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return summary
 

@@ -1,7 +1,7 @@
 """A case of the parity tests: one layout of one model, trained for 20 steps by the product's own loop."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,19 @@ from training.configuration import RunConfiguration, check_world, load
 
 CONFIGURATION = "configs/parity.yaml"
 SEQUENCE_LENGTH = 32
+
+
+def blocks(pipeline: int, schedule: str = "1f1b") -> str:
+    """As an override: no more blocks than give every stage one, every chunk of dualpipev, and two in any case."""
+    return f"model.num_layers={max(2, pipeline * (2 if schedule == 'dualpipev' else 1))}"
+
+
+def small(*layout: int, overrides: tuple[str, ...] = (), **keywords: Any) -> "Case":
+    """A case with no more blocks than it needs: time is for more cases."""
+    case = Case(*layout, overrides=overrides, **keywords)
+    if any(override.startswith("model.num_layers=") for override in overrides):
+        return case
+    return replace(case, overrides=(blocks(case.pipeline, case.schedule), *overrides))
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,7 @@ class Case:
         parts += ["tied"] if self.tied else []
         parts += [self.activation] if self.activation != "gelu" else []
         parts += [self.dtype] if self.dtype != "fp32" else []
-        parts += [o for o in self.overrides if not o.startswith("run.")]
+        parts += [override.replace("model.num_layers=", "blocks ") for override in self.overrides]
         if self.table:
             parts.append(f"vocabulary {self.table[0]}" + (", ragged" if self.table[1] else ""))
         return ", ".join(parts)

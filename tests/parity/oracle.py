@@ -59,14 +59,18 @@ class Trace:
 def run(setting: Setting, dtype: torch.dtype = torch.float32, samples_at_once: int = 4, parts: int = 1) -> Trace:
     """Train. The whole computation uses `dtype`; beside bfloat16 stand fp32 weights, gradients and moments.
 
-    A run in bfloat16 begins with rounded weights, the fp32 ones too. `samples_at_once` and `parts` (of which each
-    branch's last product is the sum) change the order of summation and nothing else.
+    A run in bfloat16 begins with rounded weights, the fp32 ones too. `samples_at_once` and `parts` (into which the
+    products of each branch are cut as tensor parallelism cuts them) change the order of summation and nothing else.
     """
     model = LanguageModel(setting.model)
     if parts > 1:
         for block in model.blocks:
-            for linear in (block.attention.output, block.feed_forward.down):
+            attention, feed_forward = block.attention, block.feed_forward
+            for linear in (attention.output, feed_forward.down):
                 linear.forward = partial(_sum_of_products, linear, parts)
+            for linear in (attention.query, attention.key, attention.value, feed_forward.up, feed_forward.gate):
+                if linear is not None:
+                    linear.forward = partial(_side_by_side, linear, parts)
     initialize(model, setting.model, setting.seed)
     low = dtype in (torch.bfloat16, torch.float16)
     names = [name for name, _ in model.named_parameters()]
@@ -109,6 +113,11 @@ def _sum_of_products(linear: nn.Linear, parts: int, x: Tensor) -> Tensor:
     """The product as a sum over `parts` of the inner dimension, each rounded to the dtype."""
     pieces = zip(x.chunk(parts, -1), linear.weight.chunk(parts, -1), strict=True)
     return sum((F.linear(a, b) for a, b in pieces), start=torch.zeros((), dtype=x.dtype))
+
+
+def _side_by_side(linear: nn.Linear, parts: int, x: Tensor) -> Tensor:
+    """The product in `parts` of the output; its gradient is a sum over them, each rounded to the dtype."""
+    return torch.cat([F.linear(x, weight) for weight in linear.weight.chunk(parts, 0)], -1)
 
 
 def mean_gradient(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.parity.cases import Case
+from tests.parity.cases import Case, small
 from tests.parity.harness import Harness
 
 FEW_STEPS = ("training.steps=3",)
@@ -24,7 +24,7 @@ class Fault:
 
 
 def _case(*layout: int, **keywords: object) -> Case:
-    return Case(*layout, overrides=FEW_STEPS, **keywords)  # type: ignore[arg-type]
+    return small(*layout, overrides=FEW_STEPS, **keywords)
 
 
 FAULTS = [

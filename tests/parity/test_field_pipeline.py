@@ -12,7 +12,7 @@ from data.indexed import IndexedWriter
 from model.configuration import ModelConfiguration
 from model.initialization import initialize
 from model.language_model import LanguageModel
-from tests.parity.cases import Case
+from tests.parity.cases import Case, small
 from tests.parity.compare import FIRST_STEP
 from tests.parity.experiments import LENGTH, MICRO_BATCH, MICRO_BATCHES, evaluation_samples
 from tests.parity.harness import Harness
@@ -34,7 +34,7 @@ def experiment(harness: Harness, name: str, case: Case, timeout: float = 120.0, 
 def test_a1_a2_a4_a5_the_split_into_micro_batches_changes_nothing(harness: Harness) -> None:
     # One batch of 16 as 2 x 8, 4 x 4 and 8 x 2 samples, over two stages; norms and gradients, not only losses.
     for micro_batches in (2, 4, 8):
-        verdict = harness.judge(Case(2, 1, 1, micro_batches=micro_batches, overrides=("training.steps=3",)))
+        verdict = harness.judge(small(2, 1, 1, micro_batches=micro_batches, overrides=("training.steps=3",)))
         assert verdict.sound, f"{micro_batches}: {verdict}"
 
 
@@ -70,17 +70,17 @@ def test_a10_processes_of_one_pipeline_read_the_same_and_replicas_do_not(harness
 
 
 EVALUATED = [
-    Case(2, 1, 2, table=RAGGED),
-    Case(4, 1, 1, table=TABLE),
-    Case(2, 1, 1, "dualpipev", micro_batches=4, table=TABLE),
-    Case(1, 2, 1, table=TABLE, sequence_parallel=True),
-    Case(1, 1, 2, zero=3, table=RAGGED),
+    small(2, 1, 2, table=RAGGED),
+    small(4, 1, 1, table=TABLE),
+    small(2, 1, 1, "dualpipev", micro_batches=4, table=TABLE),
+    small(1, 2, 1, table=TABLE, sequence_parallel=True),
+    small(1, 1, 2, zero=3, table=RAGGED),
 ]
 
 
 @pytest.mark.parametrize("case", EVALUATED, ids=lambda case: case.name)
 def test_a11_a12_b7_evaluation_of_another_shape_is_right_and_leaves_no_trace(harness: Harness, case: Case) -> None:
-    case = replace(case, overrides=("training.steps=4",))
+    case = replace(case, overrides=(*case.overrides, "training.steps=4"))
     with_it = experiment(harness, "evaluate_between", case, evaluate=True)
     without = experiment(harness, "evaluate_between", case, evaluate=False)
     for rank, other in zip(with_it, without, strict=True):
@@ -100,7 +100,7 @@ def test_a11_a12_b7_evaluation_of_another_shape_is_right_and_leaves_no_trace(har
 
 
 def test_a11_with_buffers_that_keep_their_shape_it_is_seen(harness: Harness) -> None:
-    case = Case(2, 1, 1, table=TABLE, overrides=("training.steps=4",))
+    case = small(2, 1, 1, table=TABLE, overrides=("training.steps=4",))
     with pytest.raises(CaseFailed):
         experiment(harness, "evaluate_between", case, evaluate=True, fault="shapes_kept", timeout=30.0)
 
@@ -159,7 +159,7 @@ def test_a21_recomputation_repeats_what_it_should_and_no_all_reduce(harness: Har
 
 
 def test_a19_copies_of_a_tied_matrix_stay_equal(harness: Harness) -> None:
-    for case in (Case(2, 1, 2, tied=True), Case(3, 1, 1, tied=True), Case(2, 2, 1, tied=True, dtype="bf16")):
+    for case in (small(2, 1, 2, tied=True), small(3, 1, 1, tied=True), small(2, 2, 1, tied=True, dtype="bf16")):
         held: dict[str, set[str]] = {}
         count = 0
         for rank in experiment(harness, "replicas", case):

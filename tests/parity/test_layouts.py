@@ -2,16 +2,14 @@
 
 import pytest
 
+from tests.parity import features
 from tests.parity.cases import Case
 from tests.parity.compare import PIPELINE_ALONE, difference
 from tests.parity.harness import Harness, with_one_stage
 
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 4, 1), (2, 2, 2)]
 
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_layout_agrees_with_one_process(harness: Harness, layout: tuple[int, int, int]) -> None:
-    case = Case(*layout)
+@pytest.mark.parametrize("case", features.LAYOUTS, ids=lambda case: case.name)
+def test_a_layout_agrees_with_one_process(harness: Harness, case: Case) -> None:
     outcome = harness.run(case)
     verdict = harness.judge_trace(case, outcome.trace)
     assert verdict.sound, verdict
@@ -23,19 +21,7 @@ def test_a_layout_agrees_with_one_process(harness: Harness, layout: tuple[int, i
             assert all(mine[key] == first[key] for key in ("step", "loss", "grad_norm", "clip_coefficient", "skipped"))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(2, 1, 1),
-        Case(4, 1, 1, micro_batches=8),
-        Case(2, 1, 1, schedule="dualpipev", micro_batches=8),
-        Case(4, 1, 1, schedule="dualpipev", micro_batches=8),
-        Case(2, 1, 1, tied=True),
-        Case(2, 1, 2, schedule="dualpipev", micro_batches=8, tied=True),
-        Case(2, 2, 1),
-    ],
-    ids=lambda case: case.name,
-)
+@pytest.mark.parametrize("case", features.PIPELINES, ids=lambda case: case.name)
 def test_a_pipeline_alone_changes_next_to_nothing(harness: Harness, case: Case) -> None:
     cut, whole = harness.run(case).trace, harness.run(with_one_stage(case)).trace
     apart = difference(cut, whole, 1e-3)
