@@ -277,6 +277,10 @@ class Training(Section):
     spike_threshold: Positive = 6.0
     """Standard deviations above the mean of those steps that make a spike."""
 
+    def is_due(self, every: int | None, step: int) -> bool:
+        """Whether what is done every so many steps (None: never), and after the last one, is done after this step."""
+        return step == self.steps or (every is not None and step % every == 0)
+
 
 class CheckpointSection(Section):
     """When the state of the run is saved, and from what it starts."""

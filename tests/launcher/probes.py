@@ -43,7 +43,7 @@ def save_again(device: torch.device, overrides: list[str], checkpoint: str) -> N
     opened = Checkpoint.open(checkpoint)
     with trainer_of(device, overrides, progress=Progress.of(opened.manifest)) as (trainer, _):
         restore_engine(trainer.engine, opened)
-        trainer.save(again=True)
-        trainer.saver.finish(trainer.engine.phase.alive)
-        trainer.saver.close()
+        trainer.checkpoints.save(trainer.progress, again=True)
+        trainer.checkpoints.saver.finish(trainer.engine.phase.alive)
+        trainer.checkpoints.saver.close()
         trainer.feed.close()

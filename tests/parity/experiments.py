@@ -25,8 +25,9 @@ from tests.parity.tables import TableData
 from training.checkpoint import Checkpoint
 from training.engine_state import restore_engine
 from training.feed import TrainingFeed, sample_numbers
+from training.progress import Progress
 from training.setup import block_counts, engine_settings, stage_settings
-from training.trainer import Progress, Trainer
+from training.trainer import Trainer
 
 MICRO_BATCH, LENGTH, MICRO_BATCHES = 8, 64, 5
 """Of the evaluation between steps: another number of samples, of tokens and of micro-batches than in training."""
@@ -40,8 +41,8 @@ def _digest(*tensors: Tensor) -> str:
 
 
 def _save(trainer: Trainer) -> None:
-    trainer.saver.saved_step = None
-    trainer.save_at_the_end()
+    trainer.checkpoints.saver.saved_step = None
+    trainer.checkpoints.save_at_the_end(trainer.progress)
 
 
 def resume(
@@ -89,7 +90,7 @@ def evaluation_samples(table: list[Any]) -> TableData:
 
 
 def _evaluate(trainer: Trainer, table: list[Any]) -> float:
-    mesh, samples = trainer.stage.mesh, evaluation_samples(table)
+    mesh, samples = trainer.engine.mesh, evaluation_samples(table)
     numbers = [sample_numbers(0, index, MICRO_BATCH, mesh.data, mesh.data_rank) for index in range(MICRO_BATCHES)]
     micro_batches = [samples.micro_batch(part) for part in numbers]
     given = [(batch.tokens, (batch.targets, torch.ones(()))) for batch in micro_batches]
@@ -237,7 +238,7 @@ def replicas(device: torch.device, overrides: list[str], table: list[Any] | None
     """Train to the end; digests of the parameters held here, by name, with the part of each that it is."""
     with trainer_of(device, overrides, table) as (trainer, _):
         trainer.run()
-        mesh = trainer.stage.mesh
+        mesh = trainer.engine.mesh
         found = {p.slice.name: [list(map(list, p.slice.box)), _digest(p.data)] for p in trainer.engine.parameters}  # type: ignore[attr-defined]
     return {"tensor": mesh.tensor_rank, "pipeline": mesh.pipeline_rank, "parameters": found}
 

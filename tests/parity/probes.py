@@ -13,8 +13,9 @@ from parallel.stages import StageSettings
 from tests.parity import faults
 from tests.parity.tables import TableData
 from training.configuration import Layout, RunConfiguration, check_world, load
+from training.progress import Progress
 from training.setup import RunData, build, open_data
-from training.trainer import Progress, Trainer
+from training.trainer import Trainer
 
 CONFIGURATION = "configs/parity.yaml"
 _meshes: dict[tuple[int, int, int], Mesh] = {}
