@@ -1,11 +1,13 @@
 """What must be changed inside DeepSpeed, each for a stated reason, for the version that we pin and no other."""
 
 import contextlib
+import importlib
 import io
 from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
+from deepspeed.runtime import compiler
 from deepspeed.runtime.pipe import module as pipe_module
 
 from parallel.environment import DEEPSPEED_VERSION
@@ -27,3 +29,17 @@ def grid_reused(grid: Any) -> Iterator[None]:
             yield
     finally:
         pipe_module.PipelineParallelGrid = original
+
+
+def import_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon optimizer as it would itself, whatever the optimizer, when it makes an engine.
+
+    A function of it is compiled as it is imported, which loads torch's compiler: a second of every start, for an
+    optimizer that is not used here.
+    """
+    original = compiler.compile
+    compiler.compile = lambda *_, **__: lambda function: function
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        compiler.compile = original

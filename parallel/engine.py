@@ -7,6 +7,7 @@ mean loss over all targets of the global batch.
 
 from collections.abc import Sequence
 
+from parallel.deepspeed_patches import import_muon_uncompiled
 from parallel.engine_steps import Labels, OptimizerFactory, PipelineInput, StepBatch, StepResult
 from parallel.pipeline_engine import PipelineSteps
 from parallel.plain_engine import PlainSteps
@@ -30,6 +31,7 @@ def build_engine(
 
     `block_counts` has an entry a stage, under dualpipev an entry a chunk, two a stage, in model order.
     """
+    import_muon_uncompiled()
     on_cpu = stage.device.type == "cpu"
     if settings.zero_stage == 1:
         return PipelineSteps(stage, settings, schedule, block_counts, make_optimizer, on_cpu)

@@ -10,7 +10,7 @@ written their files, rank 0's thread publishes the checkpoint; when that is done
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,9 @@ from training.engine_state import owned_pieces, rank_file_from_json
 from training.status import SupersededError
 
 WAITING_SECONDS = 0.05
+"""Between two words with the other ranks while this rank's thread writes."""
+OTHERS_SECONDS = 0.005
+"""The same while only others' threads write."""
 STILL_WAITING_SECONDS = 60.0
 LONGEST_PAUSE = 64
 """Steps between two tries at most."""
@@ -199,8 +202,10 @@ class Saver:
             some_are_busy = bool(maximum([float(self.is_busy)])[0])
             self.carry_on(some_are_busy, self._save.manifest.step)
             alive()
-            if some_are_busy:
-                time.sleep(WAITING_SECONDS)
+            if self.is_busy:
+                wait([self._save.job], WAITING_SECONDS)
+            elif some_are_busy:
+                time.sleep(OTHERS_SECONDS)
             if time.monotonic() - said > STILL_WAITING_SECONDS:
                 said = time.monotonic()
                 self.say(f"warning: still waiting for the save of step {self.under_way}, {said - began:.0f} s so far")

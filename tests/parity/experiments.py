@@ -20,7 +20,7 @@ from parallel.fragments import adam_step, flat_parameters
 from parallel.loss import IGNORED, TokenLoss
 from parallel.stages import make_side
 from tests.parity import faults
-from tests.parity.probes import configured, data_of, engine_of, mesh_of, trainer_of
+from tests.parity.probes import configured, data_of, engine_of, mesh_of, no_group_left, trainer_of
 from tests.parity.tables import TableData
 from training.checkpoint import Checkpoint
 from training.engine_state import restore_engine
@@ -121,7 +121,7 @@ def update_lengths(
     configuration, layout = configured([*overrides, f"optimizer.grad_clip={clip}"])
     mesh = mesh_of(layout.pipeline, layout.tensor, layout.data)
     stage = stage_settings(configuration, mesh, device)
-    with faults.planted(fault):
+    with faults.planted(fault), no_group_left():
         engine = build_engine(
             stage,
             engine_settings(configuration, layout),
@@ -133,9 +133,9 @@ def update_lengths(
         before = [flat.detach().clone() for flat in flat_parameters(engine.engine)]
         result = engine.train_step(feed.step(1, 0) if engine.reads_data else None)
         feed.close()
-    flats = zip(flat_parameters(engine.engine), before, strict=True)
-    square = sum(float((flat.detach() - old).double().square().sum()) for flat, old in flats)
-    engine.engine.destroy()
+        flats = zip(flat_parameters(engine.engine), before, strict=True)
+        square = sum(float((flat.detach() - old).double().square().sum()) for flat, old in flats)
+        engine.engine.destroy()
     return {"norm": float(result.grad_norm), "update": math.sqrt(square)}
 
 

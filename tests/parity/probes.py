@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 
 from parallel.engine import TrainingEngine
 from parallel.mesh import Mesh, build_mesh
 from parallel.stages import StageSettings
 from tests.parity import faults
+from tests.parity.pool import calm_network_threads
 from tests.parity.tables import TableData
 from training.configuration import Layout, RunConfiguration, check_world, load
 from training.progress import Progress
@@ -72,17 +74,33 @@ def configured(overrides: list[str]) -> tuple[RunConfiguration, Layout]:
 
 
 @contextlib.contextmanager
+def no_group_left() -> Iterator[None]:
+    """End the process groups made meanwhile.
+
+    DeepSpeed makes one for each pipeline and keeps it: a training has one, but these processes would have dozens, each
+    with threads.
+    """
+    before = set(distributed_c10d._world.pg_map)
+    yield
+    for group in [group for group in distributed_c10d._world.pg_map if group not in before]:
+        torch.distributed.destroy_process_group(group)
+
+
+@contextlib.contextmanager
 def engine_of(
     configuration: RunConfiguration, layout: Layout, device: torch.device
 ) -> Iterator[tuple[StageSettings, TrainingEngine]]:
     """Stage and engine on the layout's mesh, let go of afterwards."""
-    stage, engine = build(configuration, layout, device, mesh_of(layout.pipeline, layout.tensor, layout.data))
-    try:
-        yield stage, engine
-    finally:
-        engine.engine.destroy()
-        del stage, engine
-        gc.collect()
+    mesh = mesh_of(layout.pipeline, layout.tensor, layout.data)
+    with no_group_left():
+        stage, engine = build(configuration, layout, device, mesh)
+        calm_network_threads()
+        try:
+            yield stage, engine
+        finally:
+            engine.engine.destroy()
+    del stage, engine
+    gc.collect()
 
 
 @contextlib.contextmanager

@@ -56,8 +56,8 @@ BF16_HEAD = """
 Weights and activations are bfloat16; master weights, accumulated gradients and moments are fp32, in the product and in
 the oracle. With the same micro-batches in one stage and one tensor slice, gradients are equal bit for bit. Where
 products are cut or micro-batches fall otherwise, sums are rounded in another order, and how much that does is measured
-on one process: the oracle is run with 1, 2, 4, 8 and 16 samples at a time, and with the products of each branch cut
-in 1, 2 and 4 as tensor parallelism cuts them. A layout may be {times:.0f} times as far from one process as the two of
+on one process: the oracle is run with 2, 4, 8 and 16 samples at a time, and with the products of each branch cut in
+1, 2 and 4 as tensor parallelism cuts them. A layout may be {times:.0f} times as far from one process as the two of
 those runs that are farthest apart. That depends on the processor, the model and the text, so it is measured where this
 page is made, and where a test runs.
 
@@ -85,8 +85,9 @@ sublayer, block}} x {{tied, untied}} x {{GELU, SwiGLU}} x sequence parallelism {
 {{pipeline engine with ZeRO 1, plain engine with ZeRO 0, 2, 3}}: {all} combinations, of which the configuration refuses
 {refused} and {cells} run. Of these, {picked} were picked so that any two choices that occur together in some cell
 ({pairs} pairs) occur together in a picked one: greedily, each time the cell with most pairs not yet seen, among equals
-the one with fewest processes ([tests/parity/matrix.py](../tests/parity/matrix.py)). They run in CI; `make parity-full`
-runs all {cells}.
+the one with fewest processes ([tests/parity/matrix.py](../tests/parity/matrix.py)). They run in CI, those of 8
+processes with 8 micro-batches there for 5 steps only; this page has 20 steps of each. `make parity-full` runs all
+{cells}.
 
 ## Cells that a rule excludes
 

@@ -22,7 +22,9 @@ def test_bf16_differs_by_no_more_than_the_order_of_summation(harness: Harness, c
     assert apart.over(harness.bounds(case)) == {}
 
 
-@pytest.mark.parametrize("case", [Case(1, 1, 1, dtype="bf16"), Case(2, 1, 1, dtype="bf16")], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [small(1, 1, 1, dtype="bf16"), small(2, 1, 1, dtype="bf16")], ids=lambda case: case.name
+)
 def test_bf16_gradients_are_accumulated_and_averaged_in_fp32(harness: Harness, case: Case) -> None:
     # With the same micro-batches there is nothing that could round otherwise: gradients are equal bit for bit.
     found, expected = harness.run(case).trace, harness.oracle(case, "bf16", 8)
