@@ -5,18 +5,25 @@ it lives, looks whether a failure was posted, and looks after its neighbours on 
 numbers. Nothing here waits for another rank's main thread.
 """
 
+import contextlib
 import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from training.failure import Failure
 from training.processes import ProcessId, identify, is_alive, place
 
+T = TypeVar("T")
+
 POLL_SECONDS = 1.0
+ANSWER_SECONDS = 5.0
+"""A question that this rank must ask before it leaves may take so long: without a network it is never answered."""
 SILENCE_SECONDS = 45.0
 """A rank that has not said for so long that it lives is taken for dead (its machine has lost power or network)."""
 
@@ -54,23 +61,16 @@ class Company:
     def post(self, failure: Failure) -> Failure:
         """Tell the others of a failure and return the one that was first."""
         if self.failure is None:
-            try:
-                text = json.dumps(asdict(failure))
-                first = self._store.compare_set("failure", "", text)
-                failure = Failure(**json.loads(first))
-            except dist.DistError:
-                self.lost = True
-            self.failure = failure
+            text = json.dumps(asdict(failure))
+            first = self._ask(lambda: self._store.compare_set("failure", "", text))
+            self.failure = self.failure or (Failure(**json.loads(first)) if first else failure)
         return self.failure
 
     def raise_alarm(self, report: dict[str, object]) -> None:
         """Tell the others that no step gets finished, and what this rank was doing."""
         self.alarm = True
-        try:
-            self._store.set(f"doing/{self.rank}", json.dumps(report))
-            self._store.set("alarm", "1")
-        except dist.DistError:
-            self.lost = True
+        self._ask(lambda: self._store.set(f"doing/{self.rank}", json.dumps(report)))
+        self._ask(lambda: self._store.set("alarm", "1"))
 
     def reports(self, seconds: float) -> dict[int, dict[str, object]]:
         """What each rank was doing, as far as they say so within this time."""
@@ -86,6 +86,22 @@ class Company:
         except dist.DistError:
             self.lost = True
         return found
+
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """What the store answers; None, and it counts as lost, where it is gone or does not answer in time."""
+        answers: list[T] = []
+
+        def ask() -> None:
+            with contextlib.suppress(dist.DistError):
+                answers.append(question())
+
+        asking = threading.Thread(target=ask, name="question", daemon=True)
+        asking.start()
+        asking.join(ANSWER_SECONDS)
+        if not answers:
+            self.lost = True
+            return None
+        return answers[0]
 
     def _watch(self) -> None:
         number = 0

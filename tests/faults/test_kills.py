@@ -115,7 +115,7 @@ def kill_again_and_again(folder: Path, kills: int, seed: int) -> list[tuple[str,
 @pytest.mark.parametrize(
     ("kills", "seed"),
     [
-        pytest.param(10, 1, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+        pytest.param(10, 1, marks=pytest.mark.timeout(1800)),
         pytest.param(50, 2, marks=[pytest.mark.slow, pytest.mark.timeout(9000)]),
     ],
 )

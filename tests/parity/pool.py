@@ -68,6 +68,8 @@ def _work(rank: int, size: int, port: int, connection: Connection, log: str) -> 
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(ROOT)
+    # A process group whose last parent ends gets SIGHUP where some of it are stopped: these must not be in that group.
+    os.setsid()
     if sys.platform == "linux":
         # A process that is stopped cannot see that its pipe was closed.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -129,12 +129,12 @@ class Lab:
         wait_until(ended, lambda: f"job {job} did not end: {self.job(job)}\n{self.log(job)}")
         return self.job(job)
 
-    def left_over(self, training: bool = False, seconds: float = 90.0) -> list[int]:
+    def left_over(self, training: bool = False, seconds: float = 90.0) -> list[str]:
         """Processes of these runs (or those that train alone) that are still there after a while, on any node."""
         until = time.monotonic() + seconds
         while (found := self._processes(training)) and time.monotonic() < until:
             time.sleep(0.5)
-        return found
+        return [_described(pid) for pid in found]
 
     def _processes(self, training: bool) -> list[int]:
         found = processes_of(str(self.folder / "runs"))
@@ -146,6 +146,15 @@ def _name(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text()
     except OSError:  # it has ended meanwhile
         return ""
+
+
+def _described(pid: int) -> str:
+    try:
+        state = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("State"))
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return f"{pid} {_name(pid).strip()} {state.split(maxsplit=1)[1]}: {command[:200]}"
+    except OSError:
+        return f"{pid}, which has ended since"
 
 
 def wait_until(condition: Callable[[], bool], complaint: Callable[[], str], seconds: float = PATIENCE) -> None:

@@ -28,7 +28,7 @@ class Outcome:
     """What Slurm knows of each job at the end."""
     logs: dict[str, str] = field(default_factory=dict)
     record: list[dict[str, Any]] = field(default_factory=list)
-    left_over: list[int] = field(default_factory=list)
+    left_over: list[str] = field(default_factory=list)
     """Processes that still ran a while after the end: of the training at all, of any kind once all nodes were back."""
     completed: str = ""
     """Slurm's own record of jobs (jobcomp)."""

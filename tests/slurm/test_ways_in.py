@@ -8,7 +8,7 @@ from tests.slurm.scenarios import Outcome
 from tests.slurm.ways_in import REFUSED, WAYS
 
 Scenario = Callable[[str], Outcome]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.mark.scenario("ways_in")
