@@ -18,7 +18,6 @@ import contextlib
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -48,6 +47,7 @@ from training.loading import (
     sequence_length,
     tokenizer_path,
 )
+from training.processes import leave_now
 
 ROWS_AT_ONCE = 1024
 """Rows of logits that are held in float32 at once."""
@@ -264,4 +264,4 @@ def show(result: Evaluation) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_now(main())

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from parallel.environment import LaunchError, check_deepspeed_version, guess_rank, read_environment
 from training.configuration import ConfigurationError, check_world, load, to_yaml
 from training.layout import choose_layout
+from training.processes import leave_now
 from training.stop_requests import StopRequests
 
 FAILED = 1
@@ -96,4 +97,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_now(main())

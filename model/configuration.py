@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Size = Annotated[int, Field(gt=0, strict=True)]
+Size = Annotated[int, Field(gt=0, lt=2**31, strict=True)]
 """A whole number of at least 1. Strict, because `true`, `2.0` and `"8"` are mistakes and not sizes."""
 
 DERIVED: Any = None

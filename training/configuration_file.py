@@ -56,9 +56,15 @@ def _construct_bool(loader: Loader, node: yaml.ScalarNode) -> bool:
     return loader.construct_scalar(node).lower() == "true"
 
 
+LONGEST_NUMBER = 100
+
+
 def _construct_int(loader: Loader, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node)
     # int(text, 0) refuses "010", which YAML 1.2 reads as ten.
+    if len(text) > LONGEST_NUMBER:
+        problem = f"a number has {len(text)} digits, expected at most {LONGEST_NUMBER}"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
     return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from data.batches import ValidationData
 from training.evaluation import Evaluator
-from training.monitor import Monitor
+from training.monitor import Monitor, finite
 from training.progress import Progress
 from training.sections import Batch, Training
 
@@ -43,12 +43,13 @@ class EvaluationSchedule:
         if math.isfinite(mean) and (best is None or mean < best):
             progress.best_validation = mean
         alone = set(losses) == {""}
-        progress.validation = losses[""] if alone else losses
+        # A checkpoint's manifest is JSON, which has no NaN: null stands for it there, as in metrics.jsonl.
+        progress.validation = finite(losses[""] if alone else losses)
         progress.evaluated_step = progress.step
         self.monitor.validation(
             {
                 "step": progress.step,
-                "validation_loss": progress.validation,
+                "validation_loss": losses[""] if alone else losses,
                 "validation_bits_per_byte": bits[""] if alone else bits,
             }
         )

@@ -1,6 +1,5 @@
 """What is said of a failure: which rank failed first and why, once, as the last thing a run says."""
 
-import os
 import sys
 import traceback
 from dataclasses import dataclass
@@ -93,12 +92,3 @@ def report(failure: Failure, run_dir: Path, run_id: str, attempt: int, step: int
     except (OSError, SupersededError) as error:
         print(f"warning: status.json could not be written: {error}", file=sys.stderr)
     print(f"error: {failure.sentence}", file=sys.stderr, flush=True)
-
-
-def leave_now() -> None:
-    """End this process, whatever its other threads are waiting for."""
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:  # also where the log is on a full disk
-        os._exit(1)

@@ -102,7 +102,7 @@ class Monitor:
             elif key != "step":
                 values[f"validation/{short}"] = value
         self.scalars(record["step"], values)
-        shown = "  ".join(f"{tag} {value:.4f}" for tag, value in values.items() if _is_number(value))
+        shown = "  ".join(f"{tag} {value:.4f}" for tag, value in values.items() if value is not None)
         self.say(f"step {record['step']}  {shown}")
 
     def scalars(self, step: int, values: Mapping[str, Any]) -> None:
@@ -178,7 +178,7 @@ def cut_metrics(path: Path, step: int, evaluated_step: int) -> None:
     if not path.exists():
         return
     temporary = path.with_name(f".{path.name}")
-    with path.open() as old, temporary.open("w") as new:
+    with path.open(errors="replace") as old, temporary.open("w") as new:
         for line in old:
             try:
                 record = json.loads(line)

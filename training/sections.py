@@ -13,12 +13,13 @@ from pydantic import Field, field_validator
 from model.configuration import Section
 from parallel.schedules import Recompute, Schedule
 
-Count = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(gt=0, lt=2**31)]
 """A whole number of at least 1."""
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
 Text = Annotated[str, Field(min_length=1)]
 
 NAME = r"^[A-Za-z0-9._-]+$"
@@ -35,6 +36,13 @@ class Run(Section):
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the initial weights, the order of samples and dropout."""
+
+    @field_validator("name")
+    @classmethod
+    def _no_folder_above(cls, name: str) -> str:
+        if set(name) == {"."}:
+            raise ValueError("expected a name, not a folder that is there already")
+        return name
 
 
 class Parallel(Section):
@@ -215,7 +223,7 @@ class Data(Section):
             return value
         if isinstance(value, dict) and value:
             pairs = list(value.items())
-            if all(re.match(NAME, name) and isinstance(prefix, str) and prefix for name, prefix in pairs):
+            if all(re.fullmatch(NAME, name) and isinstance(prefix, str) and prefix for name, prefix in pairs):
                 return value
         raise ValueError("expected a prefix or names to prefixes, each name of letters, digits, '.', '_' and '-'")
 
@@ -256,11 +264,11 @@ class Training(Section):
     max_minutes: Positive | None = None
     """Minutes from the start of the processes after which the run saves and stops (default: no limit)."""
 
-    grace_seconds: Positive = 60.0
+    grace_seconds: Seconds = 60.0
     """Seconds from a request to stop to the end of the running step or evaluation; after them the process leaves
     without saving."""
 
-    hang_seconds: Positive | None = 1200.0
+    hang_seconds: Seconds | None = 1200.0
     """Seconds without a finished step (or micro-batch of an evaluation) after which all processes write their stacks
     and fail; ten minutes more until the first step of a start (null: no limit)."""
 
@@ -271,7 +279,7 @@ class Training(Section):
     """What to do when the loss jumps: warn, skip (the step) or rewind (to the last checkpoint, then pass over those
     samples) (default: nothing)."""
 
-    spike_window: int = Field(default=128, ge=2)
+    spike_window: int = Field(default=128, ge=2, lt=2**31)
     """Recent steps that a loss is compared with."""
 
     spike_threshold: Positive = 6.0

@@ -22,7 +22,7 @@ from training.engine_state import restore_engine
 from training.loading import open_checkpoint
 from training.monitor import Monitor
 from training.progress import Progress
-from training.setup import RunData, build, check_compiler, checkpoints_folder, open_data
+from training.setup import RunData, build, check_compiler, checkpoints_folder, engine_mistake, open_data
 from training.status import claim
 from training.stop_requests import StopRequests
 from training.trainer import Trainer
@@ -67,6 +67,8 @@ def train(configuration: RunConfiguration, layout: Layout, environment: Environm
             raise
         raise StartError(mistake) from error  # rank 0 did not come: it has found the same, and said so
     stops.joined()
+    if opened is not None:
+        mistake = engine_mistake(opened[0], layout)
     # A file may be missing on one node only: then that process's sentence is everybody's.
     if mistakes := [found for found in gather_json(mistake) if found]:
         raise StartError(mistakes[0])
@@ -161,8 +163,12 @@ def _agree_on_start(configuration: RunConfiguration, environment: Environment) -
     if environment.rank == 0:
         try:
             answer = _look_and_claim(configuration)
-        except (StartError, CheckpointError, OSError) as error:
+        except (StartError, CheckpointError) as error:
             answer = {"error": str(error)}
+        except OSError as error:
+            where = error.filename or configuration.run.output_dir
+            key = f"run.output_dir is {configuration.run.output_dir}, in which this run cannot write"
+            answer = {"error": f"{key}: {where}: {(error.strerror or str(error)).lower()}"}
     answer = gather_json(answer)[0]
     if "error" in answer:
         raise StartError(str(answer["error"]))
@@ -178,8 +184,7 @@ def _look_and_claim(configuration: RunConfiguration) -> dict[str, object]:
         raise StartError(
             f"checkpoint.resume is never and {run_dir} holds a run already: choose another run.name or remove it"
         )
-    known = _run_id(run_dir) if (run_dir / RUN_ID).exists() else None
-    newest, reports = newest_sound(checkpoints, known)
+    newest, reports = newest_sound(checkpoints, _known_run_id(run_dir))
     own = newest is not None
     if newest is None and resume not in ("auto", "never"):
         newest = open_checkpoint(resume).path
@@ -203,11 +208,24 @@ def _look_and_claim(configuration: RunConfiguration) -> dict[str, object]:
 
 def _run_id(run_dir: Path) -> str:
     """The id of the run in this folder, made at its first start: a run killed before its first save keeps it."""
-    path = run_dir / RUN_ID
-    if not path.exists():
-        run_dir.mkdir(parents=True, exist_ok=True)
-        path.write_text(uuid.uuid4().hex)
-    return path.read_text().strip()
+    if (known := _known_run_id(run_dir)) is not None:
+        return known
+    run_dir.mkdir(parents=True, exist_ok=True)
+    new, temporary = uuid.uuid4().hex, run_dir / f"{RUN_ID}.new"
+    with temporary.open("w") as file:
+        file.write(new)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(run_dir / RUN_ID)
+    return new
+
+
+def _known_run_id(run_dir: Path) -> str | None:
+    """The id that stands in the folder; None where there is none, or nothing that can be read."""
+    try:
+        return (run_dir / RUN_ID).read_text().strip() or None
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
+        return None
 
 
 # Keys of the model section that say what the weights are; the rest (dropout, z_loss, init_std) may change on resume.

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.faults.runs import exact, records, run_all, start, status
+from tests.faults.runs import exact, records, run, run_all, start, status, steps_saved
 from training.checkpoint import Checkpoint, read
 
 PLAIN = ["training.steps=10", "training.eval_every=10", "model.dropout=0.0"]
@@ -132,3 +132,11 @@ def test_a_run_that_skips_on_and_on_fails_with_one_sentence(tmp_path: Path) -> N
     assert started.text().splitlines()[-1] == f"error: {sentence}" and "Traceback" not in started.text()
     assert [record["skipped"] for record in records(folder)] == [False] * 4 + [True] * 3
     assert all(record["grad_norm"] is None or math.isfinite(record["grad_norm"]) for record in records(folder))
+
+
+def test_a_held_out_loss_that_is_not_a_number_does_not_hinder_a_checkpoint(tmp_path: Path) -> None:
+    overrides = ("training.steps=2", "training.eval_every=1", "checkpoint.every=1", "optimizer.learning_rate=1e20")
+    text = run(tmp_path / "far", *overrides, "optimizer.warmup_steps=0", processes=1)
+    assert "validation/loss nan" in text
+    assert [record["validation_loss"] for record in records(tmp_path / "far", "validation")] == [None, None]
+    assert steps_saved(tmp_path / "far") == [1, 2]

@@ -94,3 +94,12 @@ def test_the_bomb_works(tmp_path: Path) -> None:
     """Else its absence would prove nothing."""
     pickle.loads(pickle.dumps(Bomb(tmp_path / "unpickled")))
     assert (tmp_path / "unpickled").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe"])
+def test_a_run_id_that_cannot_be_read_is_as_none(tmp_path: Path, content: bytes) -> None:
+    run(tmp_path / "run", *OVERRIDES, "training.stop_after=4", processes=1)
+    (tmp_path / "run/.run_id").write_bytes(content)
+    text = run(tmp_path / "run", *OVERRIDES, processes=1)
+    assert "at step 4" in text and "is of another run" not in text
+    assert [record["step"] for record in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]

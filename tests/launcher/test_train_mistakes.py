@@ -84,6 +84,32 @@ def test_several_processes_speak_once_and_leave_nothing_behind(
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
+        (["precision.dtype=fp16"], ["precision.dtype is fp16", "cpu", "bf16 or fp32"]),
+        (["deepspeed.zero_optimization.reduce_bucket_size=big"], ["section deepspeed", "reduce_bucket_size", "big"]),
+        (["deepspeed.comms_logger=5"], ["section deepspeed", "int"]),
+        (["deepspeed.wall_clock_breakdown=maybe"], ["section deepspeed", "str"]),
+    ],
+    ids=lambda value: value[0] if "=" in value[0] else "",
+)
+def test_what_the_device_or_deepspeed_refuses(arguments: list[str], parts: list[str], tmp_path: Path) -> None:
+    result = train(1, CONFIGURATION, f"run.output_dir={tmp_path / 'run'}", *arguments, launcher="python")
+    (sentence,) = result.mistakes
+    assert result.status == 2
+    assert all(part in sentence for part in parts), sentence
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("here")
+    result = train(1, CONFIGURATION, f"run.output_dir={tmp_path / 'file' / 'run'}", launcher="python")
+    (sentence,) = result.mistakes
+    assert result.status == 2
+    assert f"run.output_dir is {tmp_path / 'file' / 'run'}" in sentence and "not a directory" in sentence
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
         (["checkpoint.resume=runs/none"], ["runs/none"]),
         (["checkpoint.resume=SAVED", "model.num_layers=4"], ["model.num_layers", "4", "SAVED", "8"]),
     ],

@@ -92,6 +92,13 @@ def test_a_missing_key(path: Path, removed: str) -> None:
         ("run.name=12", "run.name is 12, expected text (in quotes, if it looks like a number)"),
         ("run.name=a b", "run.name is 'a b', expected letters, digits, '.', '_' and '-' only"),
         ("run.name=../x", "run.name is '../x', expected letters, digits, '.', '_' and '-' only"),
+        ("run.name=..", "run.name is '..', expected a name, not a folder that is there already"),
+        ("training.hang_seconds=1e15", "training.hang_seconds is 1000000000000000.0, expected at most 1e+09"),
+        (
+            f"batch.global_batch_size={10**30}",
+            f"batch.global_batch_size is {10**30}, expected a number below 2.14748e+09",
+        ),
+        (f"model.num_layers={10**26}", f"model.num_layers is {10**26}, expected a number below 2.14748e+09"),
         ("parallel.zero_stage=4", "parallel.zero_stage is 4, expected at most 3"),
         ("parallel.schedule=gpipe", "parallel.schedule is 'gpipe', expected one of 1f1b, dualpipev"),
         ("parallel.recompute=all", "parallel.recompute is 'all', expected one of none, sublayer, block"),

@@ -60,6 +60,7 @@ def test_values_are_those_of_yaml_1_2(text: str, value: Any) -> None:
         ("a: b: c", "x.yaml: line 1: mapping values are not allowed here"),
         ("a: 1\n---\nb: 2", "x.yaml: line 2: a second document begins, expected one"),
         ("a: &x [*x]", "x.yaml: line 1: a value contains itself"),
+        ("a: 1\nb: " + "9" * 5000, "x.yaml: line 2: a number has 5000 digits, expected at most 100"),
         ("a: [1", "x.yaml: line 1: expected ',' or ']', but got '<stream end>'"),
     ],
 )

@@ -222,3 +222,21 @@ def test_an_evaluation_that_comes_again_stands_once(tmp_path: Path) -> None:
     assert [(line["step"], line["validation_loss"]) for line in lines(tmp_path, "validation")] == [(50, 3.0)]
     assert scalars(tmp_path, "validation/loss") == [(50, 3.0)]
     assert [step for step, _ in scalars(tmp_path, "train/loss")] == list(range(1, 51))
+
+
+def test_what_is_not_a_number_is_shown_and_written_as_null(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = monitor(tmp_path)
+    run.validation({"step": 1, "validation_loss": math.nan, "validation_bits_per_byte": math.nan})
+    run.close()
+    assert "step 1  validation/loss nan  validation/bits_per_byte nan" in capsys.readouterr().out
+    assert [record["validation_loss"] for record in lines(tmp_path, "validation")] == [None]
+
+
+def test_bytes_that_are_no_text_are_taken_out_of_the_metrics(tmp_path: Path) -> None:
+    run = monitor(tmp_path)
+    train(run, 1, 3, 1.0)
+    run.close()
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe torn\n")
+    monitor(tmp_path, resume_step=3).close()
+    assert [record["step"] for record in lines(tmp_path)] == [1, 2, 3]
