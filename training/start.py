@@ -58,6 +58,7 @@ def train(configuration: RunConfiguration, layout: Layout, environment: Environm
     Raises `StartError` on every process where the data of one cannot be opened, or the run cannot start as asked.
     """
     opened, mistake = _open_here(configuration)
+    stops.said_elsewhere = mistake is not None and environment.rank != 0
     if mistake is not None and environment.rank == 0:
         raise StartError(mistake)  # without waiting for the others, who have most likely found the same
     try:

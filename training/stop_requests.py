@@ -58,6 +58,8 @@ class StopRequests:
         """Whether all ranks have agreed to stop: then no step boundary has to come any more."""
         self._began = time.monotonic()
         self._joined = False
+        self.said_elsewhere = False
+        """Whether rank 0 says why this process leaves: a mistake, which all processes have found."""
         self._file: Path | None = None
         self._deadline: float | None = None
         self._launchers = launchers_above()
@@ -114,7 +116,8 @@ class StopRequests:
                 self._leave()
 
     def _leave(self) -> NoReturn:
-        print(f"stopped before the run began: {self.reason.sentence}", file=sys.stderr, flush=True)
+        if not self.said_elsewhere:
+            print(f"stopped before the run began: {self.reason.sentence}", file=sys.stderr, flush=True)
         os._exit(1)
 
     def close(self) -> None:
