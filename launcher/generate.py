@@ -31,6 +31,7 @@ To serve a model to many users, export it and give the folder to vLLM:
 The text goes to standard output as it comes, after the prompt; everything else goes to standard error.
 """
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LARGEST_SEED = 2**63 - 1
 UNFINISHED = "\ufffd"  # what a decoder gives for a character of which not all bytes have come
 
 
@@ -51,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--top-p", type=float, help="draw from the likeliest tokens that together have this probability"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws, 0 to 2**63 - 1 (default: 0)")
     parser.add_argument(
         "--tokenizer", type=Path, help="tokenizer file (default: the one that the run was trained with)"
     )
@@ -149,6 +150,7 @@ def _check(options: argparse.Namespace) -> None:
     for name, sound, allowed in (
         ("tokens", options.tokens > 0, "at least 1"),
         ("temperature", options.temperature >= 0, "at least 0"),
+        ("seed", 0 <= options.seed <= LARGEST_SEED, f"from 0 to {LARGEST_SEED}"),
         ("top-k", options.top_k is None or options.top_k > 0, "at least 1"),
         ("top-p", options.top_p is None or 0 < options.top_p <= 1, "above 0 and at most 1"),
     ):

@@ -152,6 +152,8 @@ def test_prompts_from_a_file_and_from_standard_input(
         (["--top-p", "1.5"], "--top-p is 1.5"),
         (["--top-k", "0"], "--top-k is 0"),
         (["--tokens", "0"], "--tokens is 0"),
+        (["--seed", str(10**23), "--temperature", "1"], f"--seed is {10**23} and must be from 0 to {2**63 - 1}"),
+        (["--seed", "-1"], "--seed is -1 and must be from 0"),
         (["--device", "nonsense"], "--device nonsense cannot be used"),
         (["--tokenizer", "missing.model"], "missing.model"),
     ],
