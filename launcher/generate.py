@@ -124,7 +124,7 @@ def device_and_dtype(options: argparse.Namespace) -> tuple[torch.device, torch.d
     try:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, UnicodeError) as error:
         raise CheckpointError(f"--device {options.device} cannot be used: {str(error).splitlines()[0]}") from error
     return device, DTYPES[options.dtype or ("fp32" if device.type == "cpu" else "bf16")]
 
@@ -133,20 +133,40 @@ def _prompts(options: argparse.Namespace) -> Iterator[str]:
     if options.prompt is not None:
         yield options.prompt
     elif options.file is not None:
-        yield options.file.read_text(encoding="utf-8")
+        try:
+            yield options.file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise _not_utf8(f"{options.file} (--file)", error) from error
     else:
         if sys.stdin.isatty():
             print("Type a text to continue; Ctrl-D ends.", file=sys.stderr)
         while True:
             try:
-                yield input("> " if sys.stdin.isatty() else "")
+                line = input("> " if sys.stdin.isatty() else "")
             except (EOFError, KeyboardInterrupt):
                 return
+            except UnicodeDecodeError as error:
+                raise _not_utf8("standard input", error) from error
+            yield _as_utf8("standard input", line)
+
+
+def _as_utf8(name: str, text: str) -> str:
+    """The text; refused where it has lone surrogates, as which Python keeps bytes of arguments that are no UTF-8."""
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(name, error) from error
+
+
+def _not_utf8(name: str, error: UnicodeDecodeError) -> CheckpointError:
+    return CheckpointError(f"{name} has the byte 0x{error.object[error.start]:02x}, and must be text in UTF-8")
 
 
 def _check(options: argparse.Namespace) -> None:
     if options.temperature is None:
         options.temperature = 0.0 if options.top_k is None and options.top_p is None else 1.0
+    if options.prompt is not None:
+        options.prompt = _as_utf8("--prompt", options.prompt)
     for name, sound, allowed in (
         ("tokens", options.tokens > 0, "at least 1"),
         ("temperature", options.temperature >= 0, "at least 0"),

@@ -167,6 +167,21 @@ def test_mistakes_are_one_sentence(
     assert len(lines) == 1 and lines[0].startswith("error: ") and named in lines[0], lines
 
 
+def test_text_that_is_not_utf8_is_one_sentence(tmp_path: Path) -> None:
+    """Its place is named: the option, the file or standard input."""
+    run = save_run(tmp_path / "run", random_model(configuration()))
+    (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    command = [sys.executable, generate.__file__, str(run), "--tokens", "2"]
+    for options, given, named in (
+        (["--prompt", b"a\xff\xfe"], b"", "--prompt has the byte 0xff, and must be text in UTF-8"),
+        (["--file", "latin.txt"], b"", "latin.txt (--file) has the byte 0xe9"),
+        ([], b"\xe9\n", "standard input has the byte 0xe9"),
+    ):
+        result = subprocess.run([*command, *options], input=given, capture_output=True, cwd=tmp_path)
+        lines = result.stderr.decode().splitlines()
+        assert result.returncode == 2 and len(lines) == 1 and lines[0].startswith(f"error: {named}"), lines
+
+
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
