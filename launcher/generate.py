@@ -72,7 +72,9 @@ class Sampler:
         """logits: [vocab_size]."""
         if self._temperature == 0:
             return int(logits.argmax())
-        probabilities = (logits.cpu().double() / self._temperature).softmax(-1)
+        logits = logits.cpu().double()
+        # Without the largest taken off first, a tiny temperature makes infinities of the quotients, and NaN of those.
+        probabilities = ((logits - logits.max()) / self._temperature).softmax(-1)
         ordered, ids = probabilities.sort(descending=True, stable=True)
         if self._top_k is not None:
             ordered = ordered[: self._top_k]

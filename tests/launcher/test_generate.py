@@ -95,6 +95,15 @@ def test_draws_follow_the_distribution_and_its_bounds() -> None:
     assert {sampler()(logits) for _ in range(10)} == {0}
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-320, 5e-324])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    """The quotients are beyond the largest number there is; the likeliest token is drawn all the same."""
+    logits = torch.tensor([-700.0, 3.0, 700.0, 699.0])
+    for largest in (logits, -logits):
+        sample = sampler(temperature)
+        assert {sample(largest) for _ in range(20)} == {int(largest.argmax())}
+
+
 def test_a_seed_gives_the_same_text_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = save_run(tmp_path / "run", random_model(configuration()))
     arguments = (run, "--prompt", "def", "--tokens", 20, "--temperature", 1, "--top-k", 50)
