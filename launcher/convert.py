@@ -41,6 +41,7 @@ from training.loading import (
 )
 
 FILE_BYTES = 5 * 10**9
+LARGEST_SHARD_SIZE = 1e9  # in gigabytes: no file system holds a larger file
 DEFAULT_POSITIONS = 2048
 
 
@@ -99,8 +100,17 @@ def complete_or_nothing(out: Path) -> Iterator[Path]:
         raise
 
 
+def _check_export_options(options: argparse.Namespace) -> None:
+    """Before the checkpoint is read, because that can take long. NaN is in no range, so it is refused, too."""
+    if not 0 < options.shard_size <= LARGEST_SHARD_SIZE:
+        raise ConversionError(
+            f"--shard-size is {options.shard_size:g} and must be above 0 and at most {LARGEST_SHARD_SIZE:g}"
+        )
+
+
 def convert_to_huggingface(options: argparse.Namespace) -> None:
     """The command to-hf."""
+    _check_export_options(options)
     checkpoint = open_checkpoint(options.source)
     model = model_configuration(checkpoint)
     check_complete(checkpoint, model)
@@ -111,8 +121,6 @@ def convert_to_huggingface(options: argparse.Namespace) -> None:
         )
     length = options.max_positions or sequence_length(checkpoint) or DEFAULT_POSITIONS
     config = to_huggingface(model, length, tokenizer.end_of_document, options.dtype)
-    if options.shard_size <= 0:
-        raise ConversionError(f"--shard-size is {options.shard_size:g} and must be above 0")
     count = parameter_count(model)
     with complete_or_nothing(options.out) as folder:
         _write_json(folder / "config.json", config)

@@ -325,6 +325,22 @@ def test_a_tied_source_with_another_head_is_refused(tmp_path: Path, capsys: pyte
     assert convert.main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "in")]) == 0
 
 
+@pytest.mark.parametrize(
+    "options,named",
+    [
+        (["--shard-size", "nan"], "--shard-size is nan and must be above 0 and at most 1e+09"),
+        (["--shard-size", "inf"], "--shard-size is inf"),
+        (["--shard-size", "1e300"], "--shard-size is 1e+300"),
+        (["--shard-size", "0"], "--shard-size is 0"),
+    ],
+)
+def test_wrong_options_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], named: str
+) -> None:
+    run = save_run(tmp_path / "run", random_model(configuration()))
+    assert named in refused(capsys, "to-hf", run, *options, tmp_path / "out")
+
+
 def test_other_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = save_run(tmp_path / "run", random_model(configuration()))
     out = tmp_path / "out"
