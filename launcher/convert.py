@@ -106,6 +106,8 @@ def _check_export_options(options: argparse.Namespace) -> None:
         raise ConversionError(
             f"--shard-size is {options.shard_size:g} and must be above 0 and at most {LARGEST_SHARD_SIZE:g}"
         )
+    if options.max_positions is not None and options.max_positions < 1:
+        raise ConversionError(f"--max-positions is {options.max_positions} and must be at least 1")
 
 
 def convert_to_huggingface(options: argparse.Namespace) -> None:
@@ -119,7 +121,7 @@ def convert_to_huggingface(options: argparse.Namespace) -> None:
         raise ConversionError(
             f"{tokenizer.path} has {tokenizer.vocab_size} ids, more than the model's {model.vocabulary}"
         )
-    length = options.max_positions or sequence_length(checkpoint) or DEFAULT_POSITIONS
+    length = options.max_positions or sequence_length(checkpoint) or DEFAULT_POSITIONS  # an option given is not 0
     config = to_huggingface(model, length, tokenizer.end_of_document, options.dtype)
     count = parameter_count(model)
     with complete_or_nothing(options.out) as folder:

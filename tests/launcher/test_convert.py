@@ -332,6 +332,8 @@ def test_a_tied_source_with_another_head_is_refused(tmp_path: Path, capsys: pyte
         (["--shard-size", "inf"], "--shard-size is inf"),
         (["--shard-size", "1e300"], "--shard-size is 1e+300"),
         (["--shard-size", "0"], "--shard-size is 0"),
+        (["--max-positions", "-7"], "--max-positions is -7 and must be at least 1"),
+        (["--max-positions", "0"], "--max-positions is 0"),
     ],
 )
 def test_wrong_options_are_refused(
