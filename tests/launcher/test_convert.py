@@ -16,6 +16,7 @@ from launcher import convert
 from model.configuration import ModelConfiguration
 from tests.launcher.tiny_models import VOCABULARY, configuration, random_model, read_json, save_run
 from training import checkpoint
+from training.huggingface import ConversionError, from_huggingface
 from training.loading import load_model, open_checkpoint
 
 LLAMA3 = {
@@ -278,6 +279,74 @@ def test_features_that_mainline_lacks_are_refused_by_name(
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     line = refused(capsys, "from-hf", tmp_path / "hf", tmp_path / "in")
     assert named in line and "config.json" in line
+
+
+WHOLE = "a whole number of at least 1"
+FLAG = "true or false"
+
+
+@pytest.mark.parametrize(
+    "changes,named",
+    [
+        ({"rope_scaling": 5}, "has rope_scaling 5 and it must be an object or null"),
+        ({"rope_scaling": False}, "has rope_scaling false and it must be an object or null"),
+        ({"rope_parameters": [1]}, "has rope_parameters [1] and it must be an object or null"),
+        ({"rope_theta": 0}, "has rope_theta 0 and it must be a number above 1"),
+        ({"rope_theta": None}, "has rope_theta null and it must be a number above 1"),
+        ({"rope_theta": "1e4"}, 'has rope_theta "1e4" and it must be a number above 1'),
+        ({"rope_theta": 10**400}, "has rope_theta 1000"),
+        ({"rope_parameters": {"rope_theta": 0}}, "has rope_theta 0 and it must be a number above 1"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "for each type of layer"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, 'has factor "2" and it must be a number'),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rope_scaling.factor is 0.5: Input should be"),
+        ({"rope_scaling": {"rope_type": 0, "factor": 2.0}}, "rope_type 0"),
+        ({"rope_scaling": {**YARN, "truncate": 0}}, f"has truncate 0 and it must be {FLAG}"),
+        ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 64.5}}, "64.5 and it must be a whole number"),
+        ({"partial_rotary_factor": 0}, "partial_rotary_factor"),
+        ({"rms_norm_eps": 0}, "has rms_norm_eps 0 and it must be a number above 0"),
+        ({"rms_norm_eps": float("nan")}, "has rms_norm_eps NaN and it must be a number above 0"),
+        ({"initializer_range": None}, "has initializer_range null and it must be a number above 0"),
+        ({"hidden_size": "64"}, f'has hidden_size "64" and it must be {WHOLE}'),
+        ({"num_hidden_layers": 0}, f"has num_hidden_layers 0 and it must be {WHOLE}"),
+        ({"num_key_value_heads": True}, f"has num_key_value_heads true and it must be {WHOLE}"),
+        ({"head_dim": 0}, f"has head_dim 0 and it must be {WHOLE}"),
+        ({"max_position_embeddings": -1}, f"has max_position_embeddings -1 and it must be {WHOLE}"),
+        ({"max_position_embeddings": "many"}, f'has max_position_embeddings "many" and it must be {WHOLE}'),
+        ({"tie_word_embeddings": "false"}, f'has tie_word_embeddings "false" and it must be {FLAG}'),
+        ({"tie_word_embeddings": 0}, f"has tie_word_embeddings 0 and it must be {FLAG}"),
+        ({"attention_bias": []}, f"has attention_bias [] and it must be {FLAG}"),
+        ({"hidden_act": ["silu"]}, 'has hidden_act ["silu"] and it must be a name'),
+        ({"hidden_act": None}, "has hidden_act null and it must be a name"),
+        ({"layer_types": 5}, "has layer_types 5"),
+        ({"layer_types": ["linear_attention"]}, 'has layer_types ["linear_attention"]'),
+    ],
+)
+def test_values_of_another_kind_are_refused_by_name(tmp_path: Path, changes: dict, named: str) -> None:
+    """None is taken for something else that it is not, and none ends in a traceback."""
+    with pytest.raises(ConversionError) as caught:
+        from_huggingface({**TINY, "model_type": "llama", **changes}, tmp_path / "config.json")
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'} ") and named in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_what_a_configuration_leaves_out_has_its_default(tmp_path: Path) -> None:
+    """null is the same as left out; for the key heads it is as many as query heads, whatever the type's default."""
+    config = {
+        **TINY,
+        "model_type": "mistral",
+        "sliding_window": None,
+        "rope_scaling": None,
+        "tie_word_embeddings": None,
+    }
+    model, _ = from_huggingface({**config, "num_key_value_heads": None, "head_dim": None}, tmp_path)
+    assert model.rope_theta == 10000.0 and model.norm_eps == 1e-6 and model.rope_scaling is None
+    assert model.num_kv_heads == model.num_heads and not model.tie_embeddings
+
+
+def test_json_without_an_end_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("[" * 100_000)
+    assert "config.json is no readable JSON" in refused(capsys, "from-hf", tmp_path / "hf", tmp_path / "in")
 
 
 class Bomb:
