@@ -412,6 +412,33 @@ def test_wrong_options_are_refused(
     assert named in refused(capsys, "to-hf", run, *options, tmp_path / "out")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e300])
+def test_weights_that_are_not_finite_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: float
+) -> None:
+    """The last element of one tensor, in the file's own type; 1e300 is finite there and not in float32."""
+    write_source(tmp_path / "hf", "LlamaConfig", {})
+    path, key = tmp_path / "hf" / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    weights = load_file(path)
+    weights[key] = weights[key].double()
+    weights[key][-1, -1] = value
+    save_file(weights, path)
+    line = refused(capsys, "from-hf", tmp_path / "hf", tmp_path / "in")
+    what = "beyond float32's range" if value == 1e300 else "that are NaN or infinite"
+    assert f"{path} has {key} with values {what}" in line
+    assert not list(tmp_path.glob(".in*"))
+
+
+def test_an_index_that_promises_a_head_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tied model's head is compared with its embedding, and here it is nowhere."""
+    write_source(tmp_path / "hf", "LlamaConfig", {"tie_word_embeddings": True})
+    names = [*load_file(tmp_path / "hf" / "model.safetensors"), "lm_head.weight"]
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+    line = refused(capsys, "from-hf", tmp_path / "hf", tmp_path / "in")
+    assert "model.safetensors has no lm_head.weight, which the index says it holds" in line
+
+
 def test_other_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = save_run(tmp_path / "run", random_model(configuration()))
     out = tmp_path / "out"
