@@ -84,7 +84,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def complete_or_nothing(out: Path) -> Iterator[Path]:
-    """A folder to write into that becomes `out` at the end, or goes."""
+    """A folder to write into that becomes `out` at the end, or goes.
+
+    An error of the file system that names no file, as a full disk's, gets the name of `out`. So does one that names
+    two: `sentence` would say the first, and that is the file copied from, which has nothing wrong with it.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConversionError(f"{out} exists already: give a new folder")
     partial = out.with_name(f".{out.name}.partial")
@@ -95,8 +99,10 @@ def complete_or_nothing(out: Path) -> Iterator[Path]:
         if out.exists():
             out.rmdir()
         partial.rename(out)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno and (error.filename is None or error.filename2 is not None):
+            raise OSError(error.errno, error.strerror, str(out)) from error
         raise
 
 

@@ -1,8 +1,10 @@
 """To Hugging Face and back: the same numbers over hundreds of positions, the same bits in every tensor, or refused."""
 
+import errno
 import json
 import pickle
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from launcher import convert
+from launcher.mistakes import sentence
 from model.configuration import ModelConfiguration
 from tests.launcher.tiny_models import VOCABULARY, configuration, random_model, read_json, save_run
 from training import checkpoint
@@ -437,6 +440,28 @@ def test_an_index_that_promises_a_head_is_refused(tmp_path: Path, capsys: pytest
     (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
     line = refused(capsys, "from-hf", tmp_path / "hf", tmp_path / "in")
     assert "model.safetensors has no lm_head.weight, which the index says it holds" in line
+
+
+@pytest.mark.parametrize("limit", [100_000, 2_000])
+def test_what_cannot_be_written_is_named(tmp_path: Path, limit: int) -> None:
+    """The kernel refuses to let a file grow, as it does on a full disk: in the weights, or already in the tokenizer."""
+    run = save_run(tmp_path / "run", random_model(configuration()))
+    command = [sys.executable, "-B", convert.__file__, "to-hf", str(run), str(tmp_path / "out")]
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert result.returncode == 2 and result.stderr == f"error: {tmp_path / 'out'}: file too large\n"
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_copy_that_finds_no_room_names_where_it_was_to_go(tmp_path: Path) -> None:
+    """Python names the file that is copied first, and that one is not what is full."""
+    with pytest.raises(OSError) as caught, convert.complete_or_nothing(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, "No space left on device", "tokenizer.json", None, ".out.partial/tokenizer.json")
+    assert sentence(caught.value) == f"{tmp_path / 'out'}: no space left on device"
 
 
 def test_other_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
