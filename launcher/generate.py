@@ -69,7 +69,11 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, logits: Tensor) -> int:
-        """logits: [vocab_size]."""
+        """logits: [vocab_size]. CheckpointError where they are NaN or infinite: greedy text of those means nothing."""
+        if not torch.isfinite(logits.max()):  # a NaN anywhere is the largest, too
+            raise CheckpointError(
+                "the model's logits are NaN or infinite: its weights are, or --dtype is too narrow for it"
+            )
         if self._temperature == 0:
             return int(logits.argmax())
         logits = logits.cpu().double()

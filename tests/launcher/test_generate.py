@@ -104,6 +104,19 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
         assert {sample(largest) for _ in range(20)} == {int(largest.argmax())}
 
 
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_logits_that_are_not_finite_are_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], temperature: str
+) -> None:
+    model = random_model(configuration())
+    with torch.no_grad():
+        model.head.weight[7, 3] = float("nan")
+    run = save_run(tmp_path / "run", model)
+    assert generate.main([str(run), "--prompt", "x", "--temperature", temperature]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: the model's logits are NaN or infinite")
+
+
 def test_a_seed_gives_the_same_text_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = save_run(tmp_path / "run", random_model(configuration()))
     arguments = (run, "--prompt", "def", "--tokens", 20, "--temperature", 1, "--top-k", 50)
