@@ -41,6 +41,7 @@ from training.loading import (
 )
 
 FILE_BYTES = 5 * 10**9
+LARGEST_SHARD_SIZE = 1e9  # in gigabytes: no file system holds a larger file
 DEFAULT_POSITIONS = 2048
 
 
@@ -83,7 +84,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def complete_or_nothing(out: Path) -> Iterator[Path]:
-    """A folder to write into that becomes `out` at the end, or goes."""
+    """A folder to write into that becomes `out` at the end, or goes.
+
+    An error of the file system that names no file, as a full disk's, gets the name of `out`. So does one that names
+    two: `sentence` would say the first, and that is the file copied from, which has nothing wrong with it.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConversionError(f"{out} exists already: give a new folder")
     partial = out.with_name(f".{out.name}.partial")
@@ -94,13 +99,26 @@ def complete_or_nothing(out: Path) -> Iterator[Path]:
         if out.exists():
             out.rmdir()
         partial.rename(out)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno and (error.filename is None or error.filename2 is not None):
+            raise OSError(error.errno, error.strerror, str(out)) from error
         raise
+
+
+def _check_export_options(options: argparse.Namespace) -> None:
+    """Before the checkpoint is read, because that can take long. NaN is in no range, so it is refused, too."""
+    if not 0 < options.shard_size <= LARGEST_SHARD_SIZE:
+        raise ConversionError(
+            f"--shard-size is {options.shard_size:g} and must be above 0 and at most {LARGEST_SHARD_SIZE:g}"
+        )
+    if options.max_positions is not None and options.max_positions < 1:
+        raise ConversionError(f"--max-positions is {options.max_positions} and must be at least 1")
 
 
 def convert_to_huggingface(options: argparse.Namespace) -> None:
     """The command to-hf."""
+    _check_export_options(options)
     checkpoint = open_checkpoint(options.source)
     model = model_configuration(checkpoint)
     check_complete(checkpoint, model)
@@ -109,10 +127,8 @@ def convert_to_huggingface(options: argparse.Namespace) -> None:
         raise ConversionError(
             f"{tokenizer.path} has {tokenizer.vocab_size} ids, more than the model's {model.vocabulary}"
         )
-    length = options.max_positions or sequence_length(checkpoint) or DEFAULT_POSITIONS
+    length = options.max_positions or sequence_length(checkpoint) or DEFAULT_POSITIONS  # an option given is not 0
     config = to_huggingface(model, length, tokenizer.end_of_document, options.dtype)
-    if options.shard_size <= 0:
-        raise ConversionError(f"--shard-size is {options.shard_size:g} and must be above 0")
     count = parameter_count(model)
     with complete_or_nothing(options.out) as folder:
         _write_json(folder / "config.json", config)

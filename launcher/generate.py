@@ -31,6 +31,7 @@ To serve a model to many users, export it and give the folder to vLLM:
 The text goes to standard output as it comes, after the prompt; everything else goes to standard error.
 """
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LARGEST_SEED = 2**63 - 1
 UNFINISHED = "\ufffd"  # what a decoder gives for a character of which not all bytes have come
 
 
@@ -51,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--top-p", type=float, help="draw from the likeliest tokens that together have this probability"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws, 0 to 2**63 - 1 (default: 0)")
     parser.add_argument(
         "--tokenizer", type=Path, help="tokenizer file (default: the one that the run was trained with)"
     )
@@ -68,10 +69,16 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, logits: Tensor) -> int:
-        """logits: [vocab_size]."""
+        """logits: [vocab_size]. CheckpointError where they are NaN or infinite: greedy text of those means nothing."""
+        if not torch.isfinite(logits.max()):  # a NaN anywhere is the largest, too
+            raise CheckpointError(
+                "the model's logits are NaN or infinite: its weights are, or --dtype is too narrow for it"
+            )
         if self._temperature == 0:
             return int(logits.argmax())
-        probabilities = (logits.cpu().double() / self._temperature).softmax(-1)
+        logits = logits.cpu().double()
+        # Without the largest taken off first, a tiny temperature makes infinities of the quotients, and NaN of those.
+        probabilities = ((logits - logits.max()) / self._temperature).softmax(-1)
         ordered, ids = probabilities.sort(descending=True, stable=True)
         if self._top_k is not None:
             ordered = ordered[: self._top_k]
@@ -123,7 +130,7 @@ def device_and_dtype(options: argparse.Namespace) -> tuple[torch.device, torch.d
     try:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, UnicodeError) as error:
         raise CheckpointError(f"--device {options.device} cannot be used: {str(error).splitlines()[0]}") from error
     return device, DTYPES[options.dtype or ("fp32" if device.type == "cpu" else "bf16")]
 
@@ -132,23 +139,44 @@ def _prompts(options: argparse.Namespace) -> Iterator[str]:
     if options.prompt is not None:
         yield options.prompt
     elif options.file is not None:
-        yield options.file.read_text(encoding="utf-8")
+        try:
+            yield options.file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise _not_utf8(f"{options.file} (--file)", error) from error
     else:
         if sys.stdin.isatty():
             print("Type a text to continue; Ctrl-D ends.", file=sys.stderr)
         while True:
             try:
-                yield input("> " if sys.stdin.isatty() else "")
+                line = input("> " if sys.stdin.isatty() else "")
             except (EOFError, KeyboardInterrupt):
                 return
+            except UnicodeDecodeError as error:
+                raise _not_utf8("standard input", error) from error
+            yield _as_utf8("standard input", line)
+
+
+def _as_utf8(name: str, text: str) -> str:
+    """The text; refused where it has lone surrogates, as which Python keeps bytes of arguments that are no UTF-8."""
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(name, error) from error
+
+
+def _not_utf8(name: str, error: UnicodeDecodeError) -> CheckpointError:
+    return CheckpointError(f"{name} has the byte 0x{error.object[error.start]:02x}, and must be text in UTF-8")
 
 
 def _check(options: argparse.Namespace) -> None:
     if options.temperature is None:
         options.temperature = 0.0 if options.top_k is None and options.top_p is None else 1.0
+    if options.prompt is not None:
+        options.prompt = _as_utf8("--prompt", options.prompt)
     for name, sound, allowed in (
         ("tokens", options.tokens > 0, "at least 1"),
         ("temperature", options.temperature >= 0, "at least 0"),
+        ("seed", 0 <= options.seed <= LARGEST_SEED, f"from 0 to {LARGEST_SEED}"),
         ("top-k", options.top_k is None or options.top_k > 0, "at least 1"),
         ("top-p", options.top_p is None or 0 < options.top_p <= 1, "above 0 and at most 1"),
     ):

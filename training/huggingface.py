@@ -5,6 +5,7 @@ What has no exact counterpart is refused by name, never approximated. Nothing he
 """
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,20 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"hidden_act": "silu", "rms_norm_eps": 1e-6, "num_key_value_heads": 32, "head_dim": 128},
     "arcee": {"hidden_act": "relu2", "rms_norm_eps": 1e-5},
 }
+SIZE_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+)
+NUMBER_KEYS = {"rms_norm_eps": 0, "rope_theta": 1, "initializer_range": 0}  # to what each must be above
+FLAG_KEYS = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
+OBJECT_KEYS = ("rope_scaling", "rope_parameters", "quantization_config")
 ACTIVATIONS = {  # (ungated?, hidden_act) to ours
     (False, "silu"): Activation.SWIGLU,
     (False, "swish"): Activation.SWIGLU,
@@ -132,7 +147,10 @@ def from_huggingface(config: Mapping[str, Any], where: Path) -> tuple[ModelConfi
     if kind not in SOURCE_TYPES:
         experts = " (a mixture of experts)" if any("expert" in key for key in config) else ""
         raise ConversionError(f"{where} has model_type {kind}{experts}; {', '.join(SOURCE_TYPES)} can be read")
+    _check_values(config, where)
     values = {**DEFAULTS[kind], **{key: value for key, value in config.items() if value is not None}}
+    if "num_key_value_heads" in config and config["num_key_value_heads"] is None:
+        values.pop("num_key_value_heads", None)  # null is no default of the type, but as many as there are query heads
     if kind == "mistral" and "sliding_window" in config and config["sliding_window"] is None:
         del values["sliding_window"]
     _refuse_foreign_features(kind, values, where)
@@ -141,7 +159,7 @@ def from_huggingface(config: Mapping[str, Any], where: Path) -> tuple[ModelConfi
         allowed = ", ".join(act for ungated, act in ACTIVATIONS if ungated == (kind == "arcee"))
         raise ConversionError(f"{where} has hidden_act {values['hidden_act']}; for {kind} {allowed} can be read")
     try:
-        length = int(values["max_position_embeddings"])
+        length = values["max_position_embeddings"]
         theta, scaling = _rope(values, length, where)
         model = ModelConfiguration(
             hidden_size=values["hidden_size"],
@@ -165,8 +183,56 @@ def from_huggingface(config: Mapping[str, Any], where: Path) -> tuple[ModelConfi
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise ConversionError(f"{where} does not describe a model of ours: {place} {first['msg']}".strip()) from error
+        if place and isinstance(first["input"], str | int | float):
+            place = f"{place} is {first['input']}:"
+        message = " ".join(part for part in (place, first["msg"]) if part)
+        raise ConversionError(f"{where} does not describe a model of ours: {message}") from error
     return model, length
+
+
+def _wrong_value(where: Path, key: str, value: Any, allowed: str) -> ConversionError:
+    shown = json.dumps(value)
+    if len(shown) > 80:  # an object can be of any length, and this is one sentence
+        shown = f"{shown[:80]}..."
+    return ConversionError(f"{where} has {key} {shown} and it must be {allowed}")
+
+
+def _check_size(where: Path, key: str, value: Any) -> None:
+    if type(value) is not int or value < 1:  # true is an int, too, but no size
+        raise _wrong_value(where, key, value, "a whole number of at least 1")
+
+
+def _check_number(where: Path, key: str, value: Any, above: float) -> None:
+    if type(value) not in (int, float) or not above < value <= sys.float_info.max:  # NaN is in no range
+        allowed = "a number" if above == -sys.float_info.max else f"a number above {above}"
+        raise _wrong_value(where, key, value, allowed)
+
+
+def _check_values(config: Mapping[str, Any], where: Path) -> None:
+    """ConversionError for a key whose value is of another kind than it can have.
+
+    Python takes much for something else (a "false" for true, a 0 for not given), and the model would be another one.
+    null means not given, but where a number or a name would have to be guessed instead, it is refused.
+    """
+    for key in SIZE_KEYS:
+        if config.get(key) is not None:
+            _check_size(where, key, config[key])
+    for key, above in NUMBER_KEYS.items():
+        if key in config:
+            _check_number(where, key, config[key], above)
+    for key in FLAG_KEYS:
+        if config.get(key) not in (None, True, False) or type(config.get(key)) in (int, float):
+            raise _wrong_value(where, key, config[key], "true or false")
+    for key in OBJECT_KEYS:
+        if not isinstance(config.get(key), dict | None):
+            raise _wrong_value(where, key, config[key], "an object or null")
+    if not isinstance(config.get("hidden_act", ""), str):
+        raise _wrong_value(where, "hidden_act", config["hidden_act"], "a name")
+    layer_types = config.get("layer_types")
+    if layer_types is not None and not (
+        isinstance(layer_types, list) and all(each in ("full_attention", "sliding_attention") for each in layer_types)
+    ):
+        raise _wrong_value(where, "layer_types", layer_types, 'a list of "full_attention"')
 
 
 def _refuse_foreign_features(kind: str, values: Mapping[str, Any], where: Path) -> None:
@@ -181,16 +247,21 @@ def _refuse_foreign_features(kind: str, values: Mapping[str, Any], where: Path) 
     if values.get("quantization_config"):
         raise ConversionError(f"{where} is of a quantized model; give the folder of the full weights")
     rope = values.get("rope_parameters") or {}
-    if (rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0) != 1.0:
+    if any(place.get("partial_rotary_factor") not in (None, 1) for place in (rope, values)):
         raise ConversionError(f"{where} has a partial_rotary_factor, and Mainline rotates whole heads")
 
 
 def _rope(values: Mapping[str, Any], length: int, where: Path) -> tuple[float, dict[str, Any] | None]:
     """(rope_theta, rope_scaling): the older keys of that name, or both within the newer `rope_parameters`."""
-    rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    theta = rope.pop("rope_theta", None) or values.get("rope_theta") or 10000.0
-    kind = rope.pop("rope_type", None)
-    kind = rope.pop("type", None) or kind or "default"  # an older spelling, sometimes beside the newer
+    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if "rope_theta" in given:
+        _check_number(where, "rope_theta", given["rope_theta"], NUMBER_KEYS["rope_theta"])
+    rope = {key: value for key, value in given.items() if value is not None}
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ConversionError(f"{where} has rotary parameters for each type of layer, and Mainline has them for all")
+    theta = rope.pop("rope_theta", values.get("rope_theta", 10000.0))
+    kind = rope.pop("rope_type", "default")
+    kind = rope.pop("type", kind)  # an older spelling, sometimes beside the newer
     rope.pop("partial_rotary_factor", None)
     if kind == "default":
         return float(theta), None
@@ -202,7 +273,14 @@ def _rope(values: Mapping[str, Any], length: int, where: Path) -> tuple[float, d
         rope.setdefault("original_max_position_embeddings", values.get("original_max_position_embeddings", length))
     elif kind == RopeType.LINEAR:
         rope.pop("original_max_position_embeddings", None)  # it plays no part there
-    return float(theta), {"rope_type": kind, **{key: value for key, value in rope.items() if value is not None}}
+    for key, value in rope.items():
+        if key == "original_max_position_embeddings":
+            _check_size(where, key, value)
+        elif key != "truncate":
+            _check_number(where, key, value, above=-sys.float_info.max)
+        elif not isinstance(value, bool):
+            raise _wrong_value(where, key, value, "true or false")
+    return float(theta), {"rope_type": kind, **rope}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -211,7 +289,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConversionError(f"{path} is missing") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConversionError(f"{path} is no readable JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConversionError(f"{path} is no JSON object")

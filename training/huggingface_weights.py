@@ -94,6 +94,15 @@ def _cast(part: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     return result
 
 
+def _finite_float32(part: Tensor, found: str) -> Tensor:
+    """What a model can be trained on from: one NaN would be found only when the loss is NaN, and then be searched."""
+    result = part.float()
+    if not torch.isfinite(result).all():
+        what = "values beyond float32's range" if torch.isfinite(part).all() else "values that are NaN or infinite"
+        raise ConversionError(f"{found} {what}; weights must be finite float32 numbers")
+    return result
+
+
 class SourceWeights:
     """The safetensors files of a Hugging Face folder, checked against a model; anything else there is not read."""
 
@@ -138,6 +147,9 @@ class SourceWeights:
         if embedding not in self._places:
             return
         one, other = self._file(embedding), self._file(head)
+        for key, file in ((embedding, one), (head, other)):
+            if key not in file.specs:
+                raise ConversionError(f"{file.path} has no {key}, which the index says it holds")
         same = one.specs[embedding].shape == other.specs[head].shape
         size = math.prod(one.specs[embedding].shape)
         if not same or not all(
@@ -150,7 +162,8 @@ class SourceWeights:
         key = huggingface_name(name)
         file = self._file(key)
         for start, stop in _chunks(math.prod(file.specs[key].shape)):
-            yield file.read(key, start, stop).float()
+            part = file.read(key, start, stop)
+            yield _finite_float32(part, f"{file.path} has {key} with")
 
 
 def _weight_files(folder: Path) -> dict[str, str]:

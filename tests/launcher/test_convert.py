@@ -1,8 +1,10 @@
 """To Hugging Face and back: the same numbers over hundreds of positions, the same bits in every tensor, or refused."""
 
+import errno
 import json
 import pickle
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +15,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from launcher import convert
+from launcher.mistakes import sentence
 from model.configuration import ModelConfiguration
 from tests.launcher.tiny_models import VOCABULARY, configuration, random_model, read_json, save_run
 from training import checkpoint
+from training.huggingface import ConversionError, from_huggingface
 from training.loading import load_model, open_checkpoint
 
 LLAMA3 = {
@@ -280,6 +284,74 @@ def test_features_that_mainline_lacks_are_refused_by_name(
     assert named in line and "config.json" in line
 
 
+WHOLE = "a whole number of at least 1"
+FLAG = "true or false"
+
+
+@pytest.mark.parametrize(
+    "changes,named",
+    [
+        ({"rope_scaling": 5}, "has rope_scaling 5 and it must be an object or null"),
+        ({"rope_scaling": False}, "has rope_scaling false and it must be an object or null"),
+        ({"rope_parameters": [1]}, "has rope_parameters [1] and it must be an object or null"),
+        ({"rope_theta": 0}, "has rope_theta 0 and it must be a number above 1"),
+        ({"rope_theta": None}, "has rope_theta null and it must be a number above 1"),
+        ({"rope_theta": "1e4"}, 'has rope_theta "1e4" and it must be a number above 1'),
+        ({"rope_theta": 10**400}, "has rope_theta 1000"),
+        ({"rope_parameters": {"rope_theta": 0}}, "has rope_theta 0 and it must be a number above 1"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "for each type of layer"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, 'has factor "2" and it must be a number'),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rope_scaling.factor is 0.5: Input should be"),
+        ({"rope_scaling": {"rope_type": 0, "factor": 2.0}}, "rope_type 0"),
+        ({"rope_scaling": {**YARN, "truncate": 0}}, f"has truncate 0 and it must be {FLAG}"),
+        ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 64.5}}, "64.5 and it must be a whole number"),
+        ({"partial_rotary_factor": 0}, "partial_rotary_factor"),
+        ({"rms_norm_eps": 0}, "has rms_norm_eps 0 and it must be a number above 0"),
+        ({"rms_norm_eps": float("nan")}, "has rms_norm_eps NaN and it must be a number above 0"),
+        ({"initializer_range": None}, "has initializer_range null and it must be a number above 0"),
+        ({"hidden_size": "64"}, f'has hidden_size "64" and it must be {WHOLE}'),
+        ({"num_hidden_layers": 0}, f"has num_hidden_layers 0 and it must be {WHOLE}"),
+        ({"num_key_value_heads": True}, f"has num_key_value_heads true and it must be {WHOLE}"),
+        ({"head_dim": 0}, f"has head_dim 0 and it must be {WHOLE}"),
+        ({"max_position_embeddings": -1}, f"has max_position_embeddings -1 and it must be {WHOLE}"),
+        ({"max_position_embeddings": "many"}, f'has max_position_embeddings "many" and it must be {WHOLE}'),
+        ({"tie_word_embeddings": "false"}, f'has tie_word_embeddings "false" and it must be {FLAG}'),
+        ({"tie_word_embeddings": 0}, f"has tie_word_embeddings 0 and it must be {FLAG}"),
+        ({"attention_bias": []}, f"has attention_bias [] and it must be {FLAG}"),
+        ({"hidden_act": ["silu"]}, 'has hidden_act ["silu"] and it must be a name'),
+        ({"hidden_act": None}, "has hidden_act null and it must be a name"),
+        ({"layer_types": 5}, "has layer_types 5"),
+        ({"layer_types": ["linear_attention"]}, 'has layer_types ["linear_attention"]'),
+    ],
+)
+def test_values_of_another_kind_are_refused_by_name(tmp_path: Path, changes: dict, named: str) -> None:
+    """None is taken for something else that it is not, and none ends in a traceback."""
+    with pytest.raises(ConversionError) as caught:
+        from_huggingface({**TINY, "model_type": "llama", **changes}, tmp_path / "config.json")
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'} ") and named in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_what_a_configuration_leaves_out_has_its_default(tmp_path: Path) -> None:
+    """null is the same as left out; for the key heads it is as many as query heads, whatever the type's default."""
+    config = {
+        **TINY,
+        "model_type": "mistral",
+        "sliding_window": None,
+        "rope_scaling": None,
+        "tie_word_embeddings": None,
+    }
+    model, _ = from_huggingface({**config, "num_key_value_heads": None, "head_dim": None}, tmp_path)
+    assert model.rope_theta == 10000.0 and model.norm_eps == 1e-6 and model.rope_scaling is None
+    assert model.num_kv_heads == model.num_heads and not model.tie_embeddings
+
+
+def test_json_without_an_end_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("[" * 100_000)
+    assert "config.json is no readable JSON" in refused(capsys, "from-hf", tmp_path / "hf", tmp_path / "in")
+
+
 class Bomb:
     """Would leave a trace if it were unpickled."""
 
@@ -323,6 +395,73 @@ def test_a_tied_source_with_another_head_is_refused(tmp_path: Path, capsys: pyte
     assert "lm_head.weight of its own" in refused(capsys, "from-hf", tmp_path / "hf", tmp_path / "in")
     save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, path)
     assert convert.main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "in")]) == 0
+
+
+@pytest.mark.parametrize(
+    "options,named",
+    [
+        (["--shard-size", "nan"], "--shard-size is nan and must be above 0 and at most 1e+09"),
+        (["--shard-size", "inf"], "--shard-size is inf"),
+        (["--shard-size", "1e300"], "--shard-size is 1e+300"),
+        (["--shard-size", "0"], "--shard-size is 0"),
+        (["--max-positions", "-7"], "--max-positions is -7 and must be at least 1"),
+        (["--max-positions", "0"], "--max-positions is 0"),
+    ],
+)
+def test_wrong_options_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], named: str
+) -> None:
+    run = save_run(tmp_path / "run", random_model(configuration()))
+    assert named in refused(capsys, "to-hf", run, *options, tmp_path / "out")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e300])
+def test_weights_that_are_not_finite_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: float
+) -> None:
+    """The last element of one tensor, in the file's own type; 1e300 is finite there and not in float32."""
+    write_source(tmp_path / "hf", "LlamaConfig", {})
+    path, key = tmp_path / "hf" / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    weights = load_file(path)
+    weights[key] = weights[key].double()
+    weights[key][-1, -1] = value
+    save_file(weights, path)
+    line = refused(capsys, "from-hf", tmp_path / "hf", tmp_path / "in")
+    what = "beyond float32's range" if value == 1e300 else "that are NaN or infinite"
+    assert f"{path} has {key} with values {what}" in line
+    assert not list(tmp_path.glob(".in*"))
+
+
+def test_an_index_that_promises_a_head_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tied model's head is compared with its embedding, and here it is nowhere."""
+    write_source(tmp_path / "hf", "LlamaConfig", {"tie_word_embeddings": True})
+    names = [*load_file(tmp_path / "hf" / "model.safetensors"), "lm_head.weight"]
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+    line = refused(capsys, "from-hf", tmp_path / "hf", tmp_path / "in")
+    assert "model.safetensors has no lm_head.weight, which the index says it holds" in line
+
+
+@pytest.mark.parametrize("limit", [100_000, 2_000])
+def test_what_cannot_be_written_is_named(tmp_path: Path, limit: int) -> None:
+    """The kernel refuses to let a file grow, as it does on a full disk: in the weights, or already in the tokenizer."""
+    run = save_run(tmp_path / "run", random_model(configuration()))
+    command = [sys.executable, "-B", convert.__file__, "to-hf", str(run), str(tmp_path / "out")]
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert result.returncode == 2 and result.stderr == f"error: {tmp_path / 'out'}: file too large\n"
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_copy_that_finds_no_room_names_where_it_was_to_go(tmp_path: Path) -> None:
+    """Python names the file that is copied first, and that one is not what is full."""
+    with pytest.raises(OSError) as caught, convert.complete_or_nothing(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, "No space left on device", "tokenizer.json", None, ".out.partial/tokenizer.json")
+    assert sentence(caught.value) == f"{tmp_path / 'out'}: no space left on device"
 
 
 def test_other_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,6 +95,28 @@ def test_draws_follow_the_distribution_and_its_bounds() -> None:
     assert {sampler()(logits) for _ in range(10)} == {0}
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-320, 5e-324])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    """The quotients are beyond the largest number there is; the likeliest token is drawn all the same."""
+    logits = torch.tensor([-700.0, 3.0, 700.0, 699.0])
+    for largest in (logits, -logits):
+        sample = sampler(temperature)
+        assert {sample(largest) for _ in range(20)} == {int(largest.argmax())}
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_logits_that_are_not_finite_are_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], temperature: str
+) -> None:
+    model = random_model(configuration())
+    with torch.no_grad():
+        model.head.weight[7, 3] = float("nan")
+    run = save_run(tmp_path / "run", model)
+    assert generate.main([str(run), "--prompt", "x", "--temperature", temperature]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: the model's logits are NaN or infinite")
+
+
 def test_a_seed_gives_the_same_text_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = save_run(tmp_path / "run", random_model(configuration()))
     arguments = (run, "--prompt", "def", "--tokens", 20, "--temperature", 1, "--top-k", 50)
@@ -152,6 +174,8 @@ def test_prompts_from_a_file_and_from_standard_input(
         (["--top-p", "1.5"], "--top-p is 1.5"),
         (["--top-k", "0"], "--top-k is 0"),
         (["--tokens", "0"], "--tokens is 0"),
+        (["--seed", str(10**23), "--temperature", "1"], f"--seed is {10**23} and must be from 0 to {2**63 - 1}"),
+        (["--seed", "-1"], "--seed is -1 and must be from 0"),
         (["--device", "nonsense"], "--device nonsense cannot be used"),
         (["--tokenizer", "missing.model"], "missing.model"),
     ],
@@ -163,6 +187,21 @@ def test_mistakes_are_one_sentence(
     assert generate.main([str(run), "--prompt", "x", *options]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: ") and named in lines[0], lines
+
+
+def test_text_that_is_not_utf8_is_one_sentence(tmp_path: Path) -> None:
+    """Its place is named: the option, the file or standard input."""
+    run = save_run(tmp_path / "run", random_model(configuration()))
+    (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    command = [sys.executable, generate.__file__, str(run), "--tokens", "2"]
+    for options, given, named in (
+        (["--prompt", b"a\xff\xfe"], b"", "--prompt has the byte 0xff, and must be text in UTF-8"),
+        (["--file", "latin.txt"], b"", "latin.txt (--file) has the byte 0xe9"),
+        ([], b"\xe9\n", "standard input has the byte 0xe9"),
+    ):
+        result = subprocess.run([*command, *options], input=given, capture_output=True, cwd=tmp_path)
+        lines = result.stderr.decode().splitlines()
+        assert result.returncode == 2 and len(lines) == 1 and lines[0].startswith(f"error: {named}"), lines
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(
