@@ -26,7 +26,7 @@ from data.placing import PARTS, Layout, check_divisible, place_shard, plan_layou
 from data.progress import Progress, size
 from data.sharing import Team, assemble
 from data.tokenizer import load_tokenizer
-from data.tokenizer_training import train_tokenizer
+from data.tokenizer_training import check_vocabulary_size, train_tokenizer
 
 TRAINING_TEXT = 32 << 20
 """Bytes of text that a tokenizer is trained on at most, taken evenly from all of the input."""
@@ -93,6 +93,8 @@ def _progress(team: Team, label: str, total: int, quiet: bool = False) -> Progre
 
 
 def _plan(wanted: Preparation, partial: Path) -> _Plan:
+    if not wanted.tokenizer:
+        check_vocabulary_size(wanted.vocab_size)  # before anything is read
     output = Path(wanted.output)
     if output.exists():
         raise DataError(f"--output {output}: expected a folder that does not exist yet, found one")

@@ -322,7 +322,13 @@ class TestMistakes:
         self, corpus: Path, output: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         arguments = ["--input", str(corpus / "00.txt"), str(corpus / "01.txt"), "--output", str(output)]
-        self.refused([*arguments, "--vocab-size", "30000"], capsys, "--vocab-size", "found 30000")
+        self.refused([*arguments, "--vocab-size", "30000"], capsys, "--vocab-size is 30000 and must be at most")
+
+    def test_a_vocabulary_too_small_for_any_text_is_refused_before_reading(
+        self, corpus: Path, output: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("data.prepare.find_files", interrupt)
+        self.refused([*command(corpus, output), "--vocab-size", "-1"], capsys, "--vocab-size", "320", "found -1")
 
     def test_one_document_cannot_be_split(
         self, corpus: Path, output: Path, tokenizer_path: Path, capsys: pytest.CaptureFixture[str]
@@ -346,6 +352,15 @@ class TestMistakes:
         (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": 3}\n')
         arguments = ["--input", str(tmp_path / "rows.jsonl"), "--output", str(output), "--workers", workers]
         self.refused([*arguments, "--tokenizer", str(tokenizer_path)], capsys, "rows.jsonl line 2", "found int")
+
+    @pytest.mark.parametrize("workers", ["1", "2"])
+    def test_a_bad_line_is_named_where_a_tokenizer_is_trained(
+        self, tmp_path: Path, output: Path, text: Callable[..., str], capsys: pytest.CaptureFixture[str], workers: str
+    ) -> None:
+        lines = [json.dumps({"text": text(number)}) for number in range(40)]
+        (tmp_path / "rows.jsonl").write_text("\n".join([lines[0], '{"text": broken', *lines[1:]]))
+        arguments = ["--input", str(tmp_path / "rows.jsonl"), "--output", str(output), "--workers", workers]
+        self.refused([*arguments, "--vocab-size", "400"], capsys, "rows.jsonl line 2: expected a JSON object")
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
