@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -317,6 +318,33 @@ class TestMistakes:
     def test_an_output_that_exists(self, corpus: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> None:
         output.mkdir()
         self.refused(command(corpus, output), capsys, "--output", "does not exist yet")
+
+    @pytest.mark.parametrize("workers", ["1", "2"])
+    def test_an_output_below_a_file(
+        self, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: str
+    ) -> None:
+        (tmp_path / "file").write_text("")
+        arguments = command(corpus, tmp_path / "file" / "out", "--workers", workers)
+        self.refused(arguments, capsys, f"{tmp_path / 'file' / 'out.partial'}", "written to, found: not a directory")
+
+    def test_an_output_whose_name_is_too_long(
+        self, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.refused(command(corpus, tmp_path / ("x" * 300)), capsys, "x" * 300, "found: file name too long")
+
+    @pytest.mark.parametrize("workers", ["1", "2"])
+    def test_no_room_for_the_output(
+        self, corpus: Path, output: Path, capsys: pytest.CaptureFixture[str], workers: str, tokenizer_path: Path
+    ) -> None:
+        """A limit on the size of files stands in for a full disk: both refuse a write to an open file."""
+        arguments = command(corpus / "large.txt", output, "--workers", workers, "--tokenizer", str(tokenizer_path))
+        arguments += ["--validation-fraction", "0"]
+        usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, usual[1]))
+        try:
+            self.refused(arguments, capsys, f"{output}.partial/work", "that can be written to, found: file too large")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, usual)
 
     def test_a_vocabulary_that_the_text_cannot_fill(
         self, corpus: Path, output: Path, capsys: pytest.CaptureFixture[str]
