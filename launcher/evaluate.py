@@ -158,7 +158,10 @@ def prepare_text(files: Sequence[Path], tokenizer: Tokenizer, prefix: Path) -> N
                 raise DataError(f"{file}: expected UTF-8 text, found another byte at {error.start}") from error
             except OSError as error:
                 raise DataError(sentence(error)) from error
-            writer.add_document([*tokenizer.encode(text), tokenizer.end_of_document])
+            ids = tokenizer.encode(text)
+            if not ids and len(files) == 1:  # the data set would be refused for it, under a temporary name
+                raise DataError(f"{file}: expected text of at least 1 token, found none in {len(text)} characters")
+            writer.add_document([*ids, tokenizer.end_of_document])
 
 
 def open_text(options: argparse.Namespace, checkpoint: Checkpoint, folder: Path) -> tuple[ValidationData, np.ndarray]:
@@ -226,10 +229,29 @@ def check(options: argparse.Namespace, world_size: int) -> None:
             f"--pipeline {options.pipeline} --tensor {options.tensor} needs {copy} processes or a multiple, found "
             f"{world_size}: start it with  deepspeed --num_gpus {copy} launcher/evaluate.py ..."
         )
-    if options.json and not options.json.absolute().parent.is_dir():
-        raise LaunchError(f"--json {options.json}: there is no folder {options.json.parent}")
+    if options.json:
+        check_result_file(options.json)
     if world_size > 1 and options.device:
         raise LaunchError("--device is for one process; of several, each takes the device of its local rank")
+
+
+def check_result_file(path: Path) -> None:
+    """Refuses a place that the result could not be written to, rather than after the evaluation; LaunchError."""
+    if path.is_dir():
+        raise LaunchError(f"--json {path} is a folder and must be a file")
+    if not path.absolute().parent.is_dir():
+        raise LaunchError(f"--json {path}: there is no folder {path.parent}")
+    if path.exists():
+        if not os.access(path, os.W_OK):
+            raise LaunchError(f"--json {path}: the file cannot be written to")
+        return
+    try:
+        # A file without a name: several processes may try, and nothing is left where the evaluation fails.
+        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            pass
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise LaunchError(f"--json {path}: no file can be made in this folder: {reason}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -121,10 +121,15 @@ def test_the_sequence_length_comes_from_the_run(tmp_path: Path, capsys: pytest.C
 def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = save_run(tmp_path / "run", random_model(configuration()))
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "empty.txt").write_bytes(b"")
     for arguments, named in (
         (["--data", tmp_path / "nothing"], "nothing.idx"),
         (["--text", tmp_path / "nothing.txt"], "nothing.txt: no such file or directory"),
         (["--text", tmp_path / "latin.txt"], "expected UTF-8 text, found another byte at 3"),
+        (
+            ["--text", tmp_path / "empty.txt"],
+            f"{tmp_path / 'empty.txt'}: expected text of at least 1 token, found none",
+        ),
         (["--text", STDLIB / "json" / "tool.py", "--batch-size", 0], "--batch-size is 0"),
         (
             ["--text", STDLIB / "json" / "tool.py", "--json", tmp_path / "no" / "x.json"],
@@ -134,3 +139,21 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
         assert evaluate.main([str(run), *map(str, arguments)]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and lines[0].startswith("error: ") and named in lines[0], lines
+
+
+def test_a_place_that_cannot_take_the_result_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def too_late(*_: object) -> None:
+        raise AssertionError("the evaluation was begun")
+
+    monkeypatch.setattr(evaluate, "evaluate_alone", too_late)
+    for place, named in (
+        (tmp_path, "is a folder and must be a file"),
+        (tmp_path / "no" / "x.json", "there is no folder"),
+        (Path("/proc/x.json"), "no file can be made in this folder"),
+    ):
+        assert evaluate.main(["run", "--text", "text.txt", "--json", str(place)]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith(f"error: --json {place}") and named in lines[0], lines
+    assert list(tmp_path.iterdir()) == []
