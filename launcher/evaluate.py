@@ -37,6 +37,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from launcher.generate import DTYPES, device_and_dtype
 from launcher.mistakes import sentence
 from launcher.train import report
+from model.configuration import RopeType
 from model.language_model import LanguageModel
 from parallel.environment import Environment, LaunchError, guess_rank, read_environment
 from training.checkpoint import Checkpoint, CheckpointError
@@ -169,7 +170,8 @@ def open_text(options: argparse.Namespace, checkpoint: Checkpoint, folder: Path)
 
     Raw text is prepared in `folder` first.
     """
-    vocabulary = model_configuration(checkpoint).vocabulary
+    model = model_configuration(checkpoint)
+    vocabulary = model.vocabulary
     length = options.sequence_length or sequence_length(checkpoint)
     if length is None or length < 1:
         raise CheckpointError(f"{checkpoint.path} does not say its sequence length: give --sequence-length")
@@ -182,6 +184,10 @@ def open_text(options: argparse.Namespace, checkpoint: Checkpoint, folder: Path)
         prepare_text(options.text, tokenizer, prefix)
     mask = document_mask(checkpoint)
     data = ValidationData(prefix, length, tokenizer.end_of_document, mask, vocab_size=vocabulary)
+    if model.rope_scaling is None or model.rope_scaling.rope_type is not RopeType.DYNAMIC:
+        # Nothing is computed for what would fill up a text shorter than a window; no target's loss depends on it, but
+        # with `dynamic` scaling, which goes by the window's length.
+        data.sequence_length = min(length, data.dataset.token_count - 1)
     token_bytes = np.zeros(vocabulary, dtype=np.int64)
     token_bytes[: tokenizer.vocab_size] = tokenizer.token_bytes()
     return data, token_bytes
@@ -193,7 +199,7 @@ def evaluate_alone(options: argparse.Namespace, folder: Path) -> Evaluation:
     checkpoint = open_checkpoint(options.source)
     data, token_bytes = open_text(options, checkpoint, folder)
     model = load_model(checkpoint, device, dtype)
-    return evaluate(data, token_bytes, model_losses(model), options.batch_size)
+    return evaluate(data, token_bytes, model_losses(model), min(options.batch_size, len(data)))
 
 
 def evaluate_together(options: argparse.Namespace, environment: Environment, folder: Path) -> Evaluation:

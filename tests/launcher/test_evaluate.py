@@ -99,6 +99,37 @@ def test_the_loop_takes_losses_from_anywhere(tmp_path: Path) -> None:
     assert seen == list(range(-(-len(data) // 4) * 4))
 
 
+@pytest.mark.parametrize("scaling", [None, "dynamic"])
+def test_a_short_text_is_not_filled_up_to_a_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scaling: str | None
+) -> None:
+    prefix, _ = write_set(tmp_path, ["tool.py"])
+    changes = {"rope_scaling": {"rope_type": scaling, "factor": 2.0, "original_max_position_embeddings": 64}}
+    model = random_model(configuration(**changes if scaling else {}))
+    padded = ValidationData(prefix, 3000)
+    targets = padded.dataset.token_count - 1
+    assert targets < 2500
+    shapes: list[tuple[int, ...]] = []
+    plain = evaluate.model_losses
+
+    def noted(model: evaluate.LanguageModel) -> evaluate.SumOfLosses:
+        losses = plain(model)
+
+        def sum_of_losses(batch: evaluate.MicroBatch) -> tuple[float, int]:
+            shapes.append(tuple(batch.tokens.shape))
+            return losses(batch)
+
+        return sum_of_losses
+
+    monkeypatch.setattr(evaluate, "model_losses", noted)
+    result = evaluated(tmp_path, save_run(tmp_path / "run", model), "--data", prefix, "--sequence-length", 3000)
+    assert shapes == [(1, 3000 if scaling else targets)]
+    token_bytes = np.zeros(configuration().vocabulary, dtype=np.int64)
+    filled_up = evaluate.evaluate(padded, token_bytes, plain(model), 1)
+    assert result["tokens"] == filled_up.tokens == targets
+    assert result["loss"] == pytest.approx(filled_up.loss, rel=1e-6)
+
+
 def test_document_masks_are_as_in_training(tmp_path: Path) -> None:
     prefix, _ = write_set(tmp_path, ["__init__.py", "tool.py", "scanner.py"])
     run = save_run(tmp_path / "run", random_model(configuration()))
