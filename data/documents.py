@@ -26,6 +26,8 @@ PART = 1 << 20
 LOOK_AHEAD = 1 << 16  # bytes after a whole MiB in which a line end is looked for
 SMALLEST_UNIT, LARGEST_UNIT, UNITS = 1 << 20, 1 << 26, 1024
 JSON_LINES = (".jsonl", ".ndjson")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""Some programs write it, of UTF-8, at the start of a file; it is no part of the first line's JSON."""
 
 
 @dataclass(frozen=True)
@@ -234,8 +236,9 @@ def _read_lines(segment: Segment, keys: Keys) -> Iterator[Part]:
             if not line:
                 break
             number += 1
-            if not line.isspace():
-                text, replaced = _decode(line)
+            content = line.removeprefix(BYTE_ORDER_MARK) if at == 0 else line
+            if content.strip():
+                text, replaced = _decode(content)
                 yield _part(_record(text, segment, at, number), keys, replaced, segment, at, number)
             at += len(line)
 

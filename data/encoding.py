@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from data.documents import LOOK_AHEAD, PART, Keys, Part, Unit, read_segment
+from data.errors import writing
 from data.indexed import token_dtype
 from data.tokenizer import load_tokenizer
 
@@ -73,6 +74,11 @@ def _tokenizer(path: str) -> Any:
 
 def encode_unit(job: Job, unit: Unit, tick: Tick) -> ShardSummary:
     """Write the shard of `unit`, or find it written."""
+    with writing(job.folder):
+        return _encode_unit(job, unit, tick)
+
+
+def _encode_unit(job: Job, unit: Unit, tick: Tick) -> ShardSummary:
     shard = job.shard(unit)
     done = read_summary(shard)
     if done is not None:

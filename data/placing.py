@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from data.encoding import Tick
-from data.errors import DataError
+from data.errors import DataError, writing
 from data.indexed import write_index
 from data.permutation import derive_key
 
@@ -135,6 +135,11 @@ def _held_out(placement: Placement, ends: np.ndarray, split: Split) -> np.ndarra
 
 def place_shard(folder: str, split: Split, has_mask: bool, placement: Placement, tick: Tick) -> int:
     """Copy one shard into `folder`/train.bin and validation.bin (and the masks). Gives the tokens copied."""
+    with writing(folder):
+        return _place_shard(folder, split, has_mask, placement, tick)
+
+
+def _place_shard(folder: str, split: Split, has_mask: bool, placement: Placement, tick: Tick) -> int:
     with np.load(f"{placement.shard}.npz", allow_pickle=False) as file:
         sizes, ends = file["sizes"], file["ends"]
     if not len(sizes):

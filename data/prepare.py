@@ -13,20 +13,20 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from data.documents import Keys, Unit, find_files, plan_units, read_segment
 from data.encoding import Job, ShardSummary, encode_unit
-from data.errors import DataError
+from data.errors import DataError, reading, writing
 from data.indexed import token_dtype
 from data.placing import PARTS, Layout, check_divisible, place_shard, plan_layout, write_indexes
 from data.progress import Progress, size
 from data.sharing import Team, assemble
 from data.tokenizer import load_tokenizer
-from data.tokenizer_training import train_tokenizer
+from data.tokenizer_training import check_vocabulary_size, train_tokenizer
 
 TRAINING_TEXT = 32 << 20
 """Bytes of text that a tokenizer is trained on at most, taken evenly from all of the input."""
@@ -64,21 +64,22 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
     with assemble(wanted.workers) as team:
         partial = Path(f"{wanted.output}.partial")
         try:
-            plan: _Plan = team.agree(lambda: _plan(wanted, partial))
+            plan: _Plan = _agree(team, partial, lambda: _plan(wanted, partial))
             costs = [sum(segment.size for segment in unit) for unit in plan.units]
             with _progress(team, "tokenising", sum(costs)) as progress:
                 encode = functools.partial(encode_unit, plan.job)
                 summaries = team.run(encode, plan.units, costs, progress.add)
-            layout: Layout = team.agree(lambda: _layout(wanted, plan, summaries, partial))
+            layout: Layout = _agree(team, partial, lambda: _layout(wanted, plan, summaries, partial))
             has_mask = len(wanted.keys.names) > 1
             place = functools.partial(place_shard, str(partial / "result"), layout.split, has_mask)
             tokens = sum(totals.tokens for totals in layout.totals)
             sizes = [os.path.getsize(f"{placement.shard}.tokens") for placement in layout.placements]
             with _progress(team, "writing", tokens, quiet=True) as progress:
                 team.run(place, layout.placements, sizes, progress.add)
-            return team.agree(lambda: _finish(wanted, plan, summaries, layout, partial, team, started))
+            return _agree(team, partial, lambda: _finish(wanted, plan, summaries, layout, partial, team, started))
         except DataError as error:
-            if not any((partial / "work").glob("*.npz")):
+            # A name that is too long or lies below a file is no folder, and an error to glob.
+            if not (os.path.isdir(partial / "work") and any((partial / "work").glob("*.npz"))):
                 if team.leads:
                     shutil.rmtree(partial, ignore_errors=True)
                 raise
@@ -87,19 +88,32 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
             ) from error
 
 
+def _agree(team: Team, partial: Path, plan: Callable[[], Any]) -> Any:
+    """`team.agree`, which passes on nothing but a DataError: of what cannot be written `plan` raises one."""
+
+    def named() -> Any:
+        with writing(partial):
+            return plan()
+
+    return team.agree(named)
+
+
 def _progress(team: Team, label: str, total: int, quiet: bool = False) -> Progress:
     stream = sys.stderr if team.leads and not quiet else open(os.devnull, "w")  # noqa: SIM115
     return Progress(label, total, stream)
 
 
 def _plan(wanted: Preparation, partial: Path) -> _Plan:
+    if not wanted.tokenizer:
+        check_vocabulary_size(wanted.vocab_size)  # before anything is read
     output = Path(wanted.output)
     if output.exists():
         raise DataError(f"--output {output}: expected a folder that does not exist yet, found one")
     if not 0 <= wanted.validation_fraction < 1:
         raise DataError(f"--validation-fraction: expected 0 to below 1, found {wanted.validation_fraction}")
-    files = find_files(wanted.inputs, wanted.include, wanted.exclude, without=partial)
-    units = plan_units(files, wanted.keys)
+    with reading(" ".join(wanted.inputs)):
+        files = find_files(wanted.inputs, wanted.include, wanted.exclude, without=partial)
+        units = plan_units(files, wanted.keys)
     if not units:
         raise DataError(f"--input {' '.join(wanted.inputs)}: expected text, found {len(files)} empty files (0 bytes)")
     if wanted.validation_fraction > 0 and {segment.kind for unit in units for segment in unit} == {"text"}:

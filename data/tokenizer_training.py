@@ -21,18 +21,16 @@ SENTENCE_CHARACTERS = 1000
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
     """A serialised SentencePiece model of exactly `vocab_size` pieces, id 0 unknown, id 1 end of document.
 
-    Raises DataError where the text is too small for so many pieces.
+    Raises DataError where the text is too small for so many pieces; what reading `texts` raises comes through as it is.
     """
     import sentencepiece
 
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise DataError(
-            f"--vocab-size: expected at least {SMALLEST_VOCABULARY} (256 are single bytes), found {vocab_size}"
-        )
+    check_vocabulary_size(vocab_size)
+    sentences = _Remembering(_sentences(texts))
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_sentences(texts),
+            sentence_iterator=sentences,
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -51,11 +49,53 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
             num_threads=1,
             minloglevel=3,
         )
-    except (RuntimeError, OSError) as error:
-        most = re.search(r"value <= (\d+)", str(error))
-        limit = f"at most {most[1]}, which" if most else "fewer pieces, so that"
-        raise DataError(f"--vocab-size: expected {limit} this text can fill, found {vocab_size}") from error
+    except (RuntimeError, OSError, ValueError) as error:  # ValueError: more than a C++ int holds
+        if sentences.problem is None:
+            raise DataError(_refusal(str(error), vocab_size)) from error
+    if sentences.problem is not None:
+        raise sentences.problem
     return model.getvalue()
+
+
+def check_vocabulary_size(vocab_size: int) -> None:
+    """Raise DataError where no text could give a tokenizer of so few pieces."""
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise DataError(
+            f"--vocab-size: expected at least {SMALLEST_VOCABULARY} (256 are single bytes), found {vocab_size}"
+        )
+
+
+def _refusal(said: str, vocab_size: int) -> str:
+    """What SentencePiece `said` of so many pieces, as a sentence for who asked for them."""
+    if "sentences_.empty()" in said:
+        return "--input: expected at least one document with text in it, found none"
+    if least := re.search(r"required_chars\. \d+ vs (\d+)", said):
+        return f"--vocab-size is {vocab_size} and must be at least {least[1]}: the text has so many characters"
+    if most := re.search(r"value <= (\d+)", said):
+        if int(most[1]) < SMALLEST_VOCABULARY:
+            return f"--vocab-size is {vocab_size}, but this text is too small to train any tokenizer: give --tokenizer"
+        return f"--vocab-size is {vocab_size} and must be at most {most[1]}: this text can fill no more pieces"
+    return f"--vocab-size is {vocab_size} and must be smaller: this text cannot fill so many pieces"
+
+
+class _Remembering:
+    """An iterator that keeps what it raised: SentencePiece makes a RuntimeError of it, as of a text too small."""
+
+    def __init__(self, sentences: Iterator[str]) -> None:
+        self._sentences = sentences
+        self.problem: BaseException | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        try:
+            return next(self._sentences)
+        except StopIteration:
+            raise
+        except BaseException as error:  # Ctrl-C, too
+            self.problem = error
+            raise
 
 
 def _sentences(texts: Iterable[str]) -> Iterator[str]:

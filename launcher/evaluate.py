@@ -36,6 +36,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from launcher.generate import DTYPES, device_and_dtype
 from launcher.mistakes import sentence
 from launcher.train import report
+from model.configuration import RopeType
 from model.language_model import LanguageModel
 from parallel.environment import Environment, LaunchError, guess_rank, read_environment
 from training.checkpoint import Checkpoint, CheckpointError
@@ -158,7 +159,10 @@ def prepare_text(files: Sequence[Path], tokenizer: Tokenizer, prefix: Path) -> N
                 raise DataError(f"{file}: expected UTF-8 text, found another byte at {error.start}") from error
             except OSError as error:
                 raise DataError(sentence(error)) from error
-            writer.add_document([*tokenizer.encode(text), tokenizer.end_of_document])
+            ids = tokenizer.encode(text)
+            if not ids and len(files) == 1:  # the data set would be refused for it, under a temporary name
+                raise DataError(f"{file}: expected text of at least 1 token, found none in {len(text)} characters")
+            writer.add_document([*ids, tokenizer.end_of_document])
 
 
 def open_text(options: argparse.Namespace, checkpoint: Checkpoint, folder: Path) -> tuple[ValidationData, np.ndarray]:
@@ -166,7 +170,8 @@ def open_text(options: argparse.Namespace, checkpoint: Checkpoint, folder: Path)
 
     Raw text is prepared in `folder` first.
     """
-    vocabulary = model_configuration(checkpoint).vocabulary
+    model = model_configuration(checkpoint)
+    vocabulary = model.vocabulary
     length = options.sequence_length or sequence_length(checkpoint)
     if length is None or length < 1:
         raise CheckpointError(f"{checkpoint.path} does not say its sequence length: give --sequence-length")
@@ -179,6 +184,10 @@ def open_text(options: argparse.Namespace, checkpoint: Checkpoint, folder: Path)
         prepare_text(options.text, tokenizer, prefix)
     mask = document_mask(checkpoint)
     data = ValidationData(prefix, length, tokenizer.end_of_document, mask, vocab_size=vocabulary)
+    if model.rope_scaling is None or model.rope_scaling.rope_type is not RopeType.DYNAMIC:
+        # Nothing is computed for what would fill up a text shorter than a window; no target's loss depends on it, but
+        # with `dynamic` scaling, which goes by the window's length.
+        data.sequence_length = min(length, data.dataset.token_count - 1)
     token_bytes = np.zeros(vocabulary, dtype=np.int64)
     token_bytes[: tokenizer.vocab_size] = tokenizer.token_bytes()
     return data, token_bytes
@@ -190,7 +199,7 @@ def evaluate_alone(options: argparse.Namespace, folder: Path) -> Evaluation:
     checkpoint = open_checkpoint(options.source)
     data, token_bytes = open_text(options, checkpoint, folder)
     model = load_model(checkpoint, device, dtype)
-    return evaluate(data, token_bytes, model_losses(model), options.batch_size)
+    return evaluate(data, token_bytes, model_losses(model), min(options.batch_size, len(data)))
 
 
 def evaluate_together(options: argparse.Namespace, environment: Environment, folder: Path) -> Evaluation:
@@ -226,10 +235,29 @@ def check(options: argparse.Namespace, world_size: int) -> None:
             f"--pipeline {options.pipeline} --tensor {options.tensor} needs {copy} processes or a multiple, found "
             f"{world_size}: start it with  deepspeed --num_gpus {copy} launcher/evaluate.py ..."
         )
-    if options.json and not options.json.absolute().parent.is_dir():
-        raise LaunchError(f"--json {options.json}: there is no folder {options.json.parent}")
+    if options.json:
+        check_result_file(options.json)
     if world_size > 1 and options.device:
         raise LaunchError("--device is for one process; of several, each takes the device of its local rank")
+
+
+def check_result_file(path: Path) -> None:
+    """Refuses a place that the result could not be written to, rather than after the evaluation; LaunchError."""
+    if path.is_dir():
+        raise LaunchError(f"--json {path} is a folder and must be a file")
+    if not path.absolute().parent.is_dir():
+        raise LaunchError(f"--json {path}: there is no folder {path.parent}")
+    if path.exists():
+        if not os.access(path, os.W_OK):
+            raise LaunchError(f"--json {path}: the file cannot be written to")
+        return
+    try:
+        # A file without a name: several processes may try, and nothing is left where the evaluation fails.
+        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            pass
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise LaunchError(f"--json {path}: no file can be made in this folder: {reason}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -43,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="as in the run (default: 0)")
     options = parser.parse_args(argv)
     try:
+        if options.sequence_length < 1:
+            raise DataError(f"--sequence-length: expected 1 or more, found {options.sequence_length}")
+        if options.samples < 0:
+            raise DataError(f"--samples: expected 0 or more, found {options.samples}")
         dataset = IndexedDataset(options.prefix)
         dataset.check()
         tokenizer = _find_tokenizer(options.prefix, options.tokenizer)

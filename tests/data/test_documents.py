@@ -134,6 +134,32 @@ def test_last_line_needs_no_line_end_and_blank_lines_are_none(tmp_path: Path) ->
     assert documents_of([path]) == [("a",), ("b",)]
 
 
+@pytest.mark.parametrize("kind", ["", "gz", "zst"])
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_a_byte_order_mark_is_no_part_of_the_first_line(
+    json_lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, size: int
+) -> None:
+    monkeypatch.setattr(data.documents, "SMALLEST_UNIT", size)
+    monkeypatch.setattr(data.documents, "LARGEST_UNIT", size)
+    marked = tmp_path / f"marked.jsonl{'.' if kind else ''}{kind}"
+    content = b"\xef\xbb\xbf" + json_lines.read_bytes()
+    marked.write_bytes(compress(content, kind) if kind else content)
+    assert documents_of([marked]) == [(record["text"],) for record in RECORDS]
+
+
+@pytest.mark.parametrize(
+    ("content", "documents"),
+    [
+        (b"\xef\xbb\xbf", []),
+        (b'\xef\xbb\xbf\n{"text": "a"}', [("a",)]),
+        (b'{"text": "\xef\xbb\xbfa"}', [("\ufeffa",)]),
+    ],
+)
+def test_a_byte_order_mark_alone_is_no_line(tmp_path: Path, content: bytes, documents: list[tuple[str, ...]]) -> None:
+    (tmp_path / "set.jsonl").write_bytes(content)
+    assert documents_of([tmp_path / "set.jsonl"]) == documents
+
+
 def test_half_a_surrogate_pair_is_replaced_and_told(tmp_path: Path) -> None:
     path = tmp_path / "set.jsonl"
     path.write_text('{"text": "x\\ud800y"}\n{"text": "\\ud83d\\ude00"}\n')

@@ -62,3 +62,14 @@ def test_a_damaged_set_is_refused(write_set: Callable[..., Path], capsys: pytest
     Path(f"{prefix}.bin").write_bytes(np.arange(2, dtype=np.uint16).tobytes())
     assert main([str(prefix)]) == 2
     assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "least"), [("--sequence-length", 0, 1), ("--sequence-length", -5, 1), ("--samples", -1, 0)]
+)
+def test_a_size_that_is_none_is_refused_first(
+    numbered_set: Callable[..., Path], capsys: pytest.CaptureFixture[str], option: str, value: int, least: int
+) -> None:
+    assert main([str(numbered_set("set", [30, 40])), option, str(value)]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", f"error: {option}: expected {least} or more, found {value}\n")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -318,11 +319,44 @@ class TestMistakes:
         output.mkdir()
         self.refused(command(corpus, output), capsys, "--output", "does not exist yet")
 
+    @pytest.mark.parametrize("workers", ["1", "2"])
+    def test_an_output_below_a_file(
+        self, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: str
+    ) -> None:
+        (tmp_path / "file").write_text("")
+        arguments = command(corpus, tmp_path / "file" / "out", "--workers", workers)
+        self.refused(arguments, capsys, f"{tmp_path / 'file' / 'out.partial'}", "written to, found: not a directory")
+
+    def test_an_output_whose_name_is_too_long(
+        self, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.refused(command(corpus, tmp_path / ("x" * 300)), capsys, "x" * 300, "found: file name too long")
+
+    @pytest.mark.parametrize("workers", ["1", "2"])
+    def test_no_room_for_the_output(
+        self, corpus: Path, output: Path, capsys: pytest.CaptureFixture[str], workers: str, tokenizer_path: Path
+    ) -> None:
+        """A limit on the size of files stands in for a full disk: both refuse a write to an open file."""
+        arguments = command(corpus / "large.txt", output, "--workers", workers, "--tokenizer", str(tokenizer_path))
+        arguments += ["--validation-fraction", "0"]
+        usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, usual[1]))
+        try:
+            self.refused(arguments, capsys, f"{output}.partial/work", "that can be written to, found: file too large")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+
     def test_a_vocabulary_that_the_text_cannot_fill(
         self, corpus: Path, output: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         arguments = ["--input", str(corpus / "00.txt"), str(corpus / "01.txt"), "--output", str(output)]
-        self.refused([*arguments, "--vocab-size", "30000"], capsys, "--vocab-size", "found 30000")
+        self.refused([*arguments, "--vocab-size", "30000"], capsys, "--vocab-size is 30000 and must be at most")
+
+    def test_a_vocabulary_too_small_for_any_text_is_refused_before_reading(
+        self, corpus: Path, output: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("data.prepare.find_files", interrupt)
+        self.refused([*command(corpus, output), "--vocab-size", "-1"], capsys, "--vocab-size", "320", "found -1")
 
     def test_one_document_cannot_be_split(
         self, corpus: Path, output: Path, tokenizer_path: Path, capsys: pytest.CaptureFixture[str]
@@ -346,6 +380,15 @@ class TestMistakes:
         (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": 3}\n')
         arguments = ["--input", str(tmp_path / "rows.jsonl"), "--output", str(output), "--workers", workers]
         self.refused([*arguments, "--tokenizer", str(tokenizer_path)], capsys, "rows.jsonl line 2", "found int")
+
+    @pytest.mark.parametrize("workers", ["1", "2"])
+    def test_a_bad_line_is_named_where_a_tokenizer_is_trained(
+        self, tmp_path: Path, output: Path, text: Callable[..., str], capsys: pytest.CaptureFixture[str], workers: str
+    ) -> None:
+        lines = [json.dumps({"text": text(number)}) for number in range(40)]
+        (tmp_path / "rows.jsonl").write_text("\n".join([lines[0], '{"text": broken', *lines[1:]]))
+        arguments = ["--input", str(tmp_path / "rows.jsonl"), "--output", str(output), "--workers", workers]
+        self.refused([*arguments, "--vocab-size", "400"], capsys, "rows.jsonl line 2: expected a JSON object")
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """A tokenizer loses nothing, has exactly one end of documents, and says how many bytes each id stands for."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -64,11 +64,29 @@ def test_training_takes_text_with_nul_and_long_lines(text: Callable[..., str]) -
     assert train_tokenizer([text(0, 3000).replace("\n", "\0"), text(1, 3000).replace("\n", " ")], 340)
 
 
-def test_training_on_too_little_text_says_how_many_pieces_it_fills() -> None:
-    with pytest.raises(DataError, match=r"--vocab-size: expected at most \d+.*found 5000"):
-        train_tokenizer(["a few words only"], 5000)
-    with pytest.raises(DataError, match="--vocab-size: expected at least 320"):
-        train_tokenizer(["a few words only"], 100)
+def test_a_vocabulary_that_the_text_does_not_allow_is_refused_with_the_way_out(text: Callable[..., str]) -> None:
+    many_characters = "".join(chr(0x4E00 + number) for number in range(1000))
+    for texts, vocab_size, message in (
+        ([text(0)], 5000, r"--vocab-size is 5000 and must be at most \d+: this text"),
+        ([text(0)], 2**40, r"--vocab-size is \d+ and must be smaller: this text cannot fill so many pieces"),
+        ([many_characters], 400, r"--vocab-size is 400 and must be at least 1\d{3}: the text has so many"),
+        (["a few words only"], 5000, r"--vocab-size is 5000, but this text is too small .*: give --tokenizer"),
+        ([""], 400, "--input: expected at least one document with text in it, found none"),
+        ([text(0)], 100, "--vocab-size: expected at least 320"),
+    ):
+        with pytest.raises(DataError, match=message):
+            train_tokenizer(texts, vocab_size)
+
+
+@pytest.mark.parametrize("problem", [DataError("rows.jsonl line 2: expected a JSON object"), KeyboardInterrupt()])
+def test_what_reading_the_text_raises_comes_through(text: Callable[..., str], problem: BaseException) -> None:
+    def texts() -> Iterator[str]:
+        yield text(0)
+        raise problem
+
+    with pytest.raises(type(problem)) as caught:
+        train_tokenizer(texts(), 400)
+    assert caught.value is problem
 
 
 def test_a_model_without_end_of_document_is_refused_by_name(tmp_path: Path) -> None:

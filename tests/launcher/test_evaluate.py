@@ -99,6 +99,37 @@ def test_the_loop_takes_losses_from_anywhere(tmp_path: Path) -> None:
     assert seen == list(range(-(-len(data) // 4) * 4))
 
 
+@pytest.mark.parametrize("scaling", [None, "dynamic"])
+def test_a_short_text_is_not_filled_up_to_a_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scaling: str | None
+) -> None:
+    prefix, _ = write_set(tmp_path, ["tool.py"])
+    changes = {"rope_scaling": {"rope_type": scaling, "factor": 2.0, "original_max_position_embeddings": 64}}
+    model = random_model(configuration(**changes if scaling else {}))
+    padded = ValidationData(prefix, 3000)
+    targets = padded.dataset.token_count - 1
+    assert targets < 2500
+    shapes: list[tuple[int, ...]] = []
+    plain = evaluate.model_losses
+
+    def noted(model: evaluate.LanguageModel) -> evaluate.SumOfLosses:
+        losses = plain(model)
+
+        def sum_of_losses(batch: evaluate.MicroBatch) -> tuple[float, int]:
+            shapes.append(tuple(batch.tokens.shape))
+            return losses(batch)
+
+        return sum_of_losses
+
+    monkeypatch.setattr(evaluate, "model_losses", noted)
+    result = evaluated(tmp_path, save_run(tmp_path / "run", model), "--data", prefix, "--sequence-length", 3000)
+    assert shapes == [(1, 3000 if scaling else targets)]
+    token_bytes = np.zeros(configuration().vocabulary, dtype=np.int64)
+    filled_up = evaluate.evaluate(padded, token_bytes, plain(model), 1)
+    assert result["tokens"] == filled_up.tokens == targets
+    assert result["loss"] == pytest.approx(filled_up.loss, rel=1e-6)
+
+
 def test_document_masks_are_as_in_training(tmp_path: Path) -> None:
     prefix, _ = write_set(tmp_path, ["__init__.py", "tool.py", "scanner.py"])
     run = save_run(tmp_path / "run", random_model(configuration()))
@@ -121,10 +152,15 @@ def test_the_sequence_length_comes_from_the_run(tmp_path: Path, capsys: pytest.C
 def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = save_run(tmp_path / "run", random_model(configuration()))
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "empty.txt").write_bytes(b"")
     for arguments, named in (
         (["--data", tmp_path / "nothing"], "nothing.idx"),
         (["--text", tmp_path / "nothing.txt"], "nothing.txt: no such file or directory"),
         (["--text", tmp_path / "latin.txt"], "expected UTF-8 text, found another byte at 3"),
+        (
+            ["--text", tmp_path / "empty.txt"],
+            f"{tmp_path / 'empty.txt'}: expected text of at least 1 token, found none",
+        ),
         (["--text", STDLIB / "json" / "tool.py", "--batch-size", 0], "--batch-size is 0"),
         (
             ["--text", STDLIB / "json" / "tool.py", "--json", tmp_path / "no" / "x.json"],
@@ -134,3 +170,21 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
         assert evaluate.main([str(run), *map(str, arguments)]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and lines[0].startswith("error: ") and named in lines[0], lines
+
+
+def test_a_place_that_cannot_take_the_result_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def too_late(*_: object) -> None:
+        raise AssertionError("the evaluation was begun")
+
+    monkeypatch.setattr(evaluate, "evaluate_alone", too_late)
+    for place, named in (
+        (tmp_path, "is a folder and must be a file"),
+        (tmp_path / "no" / "x.json", "there is no folder"),
+        (Path("/proc/x.json"), "no file can be made in this folder"),
+    ):
+        assert evaluate.main(["run", "--text", "text.txt", "--json", str(place)]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith(f"error: --json {place}") and named in lines[0], lines
+    assert list(tmp_path.iterdir()) == []
