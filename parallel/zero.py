@@ -1,6 +1,7 @@
 """DeepSpeed's own configuration, derived from ours; nobody writes it by hand."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -67,3 +68,24 @@ def deepspeed_configuration(settings: EngineSettings, on_cpu: bool) -> dict[str,
         else:
             configuration[key] = value
     return configuration
+
+
+def refusal(settings: EngineSettings) -> str | None:
+    """What the device or DeepSpeed will refuse when the engine is made, in one sentence; None where nothing."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    accelerator = get_accelerator()
+    device = accelerator.device_name()
+    if settings.dtype == "fp16" and not accelerator.is_fp16_supported():
+        return f"precision.dtype is fp16, in which this device ({device}) does not compute, expected bf16 or fp32"
+    if not settings.passed_through:
+        return None
+    # All that it asks of a model-parallel unit.
+    unit = SimpleNamespace(get_data_parallel_world_size=lambda: settings.data)
+    try:
+        DeepSpeedConfig(deepspeed_configuration(settings, device == "cpu"), unit)
+    except Exception as error:  # each of its parts has its own
+        what = " ".join(str(error).split())
+        return f"the section deepspeed is refused by DeepSpeed ({type(error).__name__}): {what[:300]}"
+    return None

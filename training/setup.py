@@ -4,7 +4,6 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from parallel.engine import TrainingEngine, build_engine
 from parallel.mesh import Mesh, build_mesh
 from parallel.partition import partition_blocks
 from parallel.stages import StageSettings
-from parallel.zero import EngineSettings, deepspeed_configuration
+from parallel.zero import EngineSettings
 from training.configuration import ConfigurationError, Dtype, Layout, RunConfiguration, with_vocabulary
 from training.optimizer import optimizer_factory
 
@@ -119,29 +118,6 @@ def engine_settings(configuration: RunConfiguration, layout: Layout) -> EngineSe
         dtype=configuration.precision.dtype.value,
         passed_through=dict(configuration.deepspeed),
     )
-
-
-def engine_mistake(configuration: RunConfiguration, layout: Layout) -> str | None:
-    """What DeepSpeed or the device will refuse, in one sentence; None where they will not. Asked before the build."""
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    accelerator = get_accelerator()
-    on_cpu = accelerator.device_name() == "cpu"
-    if configuration.precision.dtype is Dtype.FP16 and not accelerator.is_fp16_supported():
-        device = accelerator.device_name()
-        return f"precision.dtype is fp16, in which this device ({device}) does not compute, expected bf16 or fp32"
-    if not configuration.deepspeed:
-        return None
-    settings = deepspeed_configuration(engine_settings(configuration, layout), on_cpu)
-    # All that it asks of a model-parallel unit.
-    unit = SimpleNamespace(get_data_parallel_world_size=lambda: layout.data)
-    try:
-        DeepSpeedConfig(settings, unit)
-    except Exception as error:  # each of its parts has its own
-        what = " ".join(str(error).split())
-        return f"the section deepspeed is refused by DeepSpeed ({type(error).__name__}): {what[:300]}"
-    return None
 
 
 def build(

@@ -15,6 +15,7 @@ from parallel.exchange import barrier, gather_json
 from parallel.meeting import MEETING_SECONDS, PreflightError
 from parallel.phase import Phase
 from parallel.preflight import preflight
+from parallel.zero import refusal
 from training.checkpoint import Checkpoint, CheckpointError, newest_sound, remove_leftovers
 from training.company import Company
 from training.configuration import ConfigurationError, Layout, RunConfiguration, to_yaml
@@ -22,7 +23,7 @@ from training.engine_state import restore_engine
 from training.loading import open_checkpoint
 from training.monitor import Monitor
 from training.progress import Progress
-from training.setup import RunData, build, check_compiler, checkpoints_folder, engine_mistake, open_data
+from training.setup import RunData, build, check_compiler, checkpoints_folder, engine_settings, open_data
 from training.status import claim
 from training.stop_requests import StopRequests
 from training.trainer import Trainer
@@ -69,7 +70,7 @@ def train(configuration: RunConfiguration, layout: Layout, environment: Environm
         raise StartError(mistake) from error  # rank 0 did not come: it has found the same, and said so
     stops.joined()
     if opened is not None:
-        mistake = engine_mistake(opened[0], layout)
+        mistake = refusal(engine_settings(opened[0], layout))
     # A file may be missing on one node only: then that process's sentence is everybody's.
     if mistakes := [found for found in gather_json(mistake) if found]:
         raise StartError(mistakes[0])
