@@ -7,7 +7,6 @@ ones.
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -15,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -35,9 +35,21 @@ PRELOADED = [
     "tests.parity.probes",
     "tests.parity.experiments",
 ]
-PR_SET_PDEATHSIG = 1
-"""prctl(2): the signal that comes when the parent ends."""
 ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+# A process that is stopped cannot see that its parent was killed. This one is told the ids and kills them then.
+GUARDIAN = """
+import os, signal, sys
+alive = set()
+for line in sys.stdin:
+    (alive.add if line[0] == "+" else alive.discard)(int(line[1:]))
+for pid in alive:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+"""
 
 
 class CaseFailed(Exception):
@@ -70,9 +82,6 @@ def _work(rank: int, size: int, port: int, connection: Connection, log: str) -> 
     os.chdir(ROOT)
     # A process group whose last parent ends gets SIGHUP where some of it are stopped: these must not be in that group.
     os.setsid()
-    if sys.platform == "linux":
-        # A process that is stopped cannot see that its pipe was closed.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     requests: list[bytes] = []
     arrived = threading.Semaphore(0)
 
@@ -163,6 +172,11 @@ class World:
             raise CaseFailed(f"{probe}: {failures[min(failures)]}")
         return [results[rank] for rank in range(self.size)]
 
+    @property
+    def pids(self) -> list[int]:
+        """Of all processes."""
+        return [process.pid for process in self.processes if process.pid is not None]
+
     def send(self, number: signal.Signals) -> None:
         """Send this to all processes: SIGSTOP where nothing is asked of them, as gloo's threads never rest."""
         for process in self.processes:
@@ -186,21 +200,32 @@ class Pool:
     def __init__(self) -> None:
         self.worlds: dict[int, World] = {}
         self._cpu_of_closed = 0.0
+        command = [sys.executable, "-c", GUARDIAN]
+        # In a session of its own, so that Ctrl-C does not end it before the others.
+        self._guardian = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
 
     @property
     def cpu_seconds(self) -> float:
         """Of all processes, over all requests that were answered: the cost, whatever else the machine does."""
         return self._cpu_of_closed + sum(world.cpu_seconds for world in self.worlds.values())
 
+    def _guard(self, sign: str, pids: list[int]) -> None:
+        assert self._guardian.stdin is not None
+        self._guardian.stdin.writelines(f"{sign}{pid}\n" for pid in pids)
+        self._guardian.stdin.flush()
+
     def _close(self, size: int) -> None:
         world = self.worlds.pop(size)
+        pids = world.pids
         self._cpu_of_closed += world.cpu_seconds
         world.close()
+        self._guard("-", pids)
 
     def run(self, size: int, probe: str, arguments: dict[str, Any], timeout: float = 120.0) -> list[Any]:
         """Call `probe` ("module:function", taking the device and these arguments) on `size` processes."""
         if size not in self.worlds:
             self.worlds[size] = World(size)
+            self._guard("+", self.worlds[size].pids)
         self.worlds[size].send(signal.SIGCONT)
         try:
             results = self.worlds[size].run(probe, arguments, timeout)
@@ -214,6 +239,7 @@ class Pool:
         """End all processes."""
         for size in list(self.worlds):
             self._close(size)
+        self._guardian.communicate()
 
 
 @contextlib.contextmanager
